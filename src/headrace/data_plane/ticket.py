@@ -1,0 +1,116 @@
+"""The life of one request inside the data plane.
+
+A ticket is opened when a request has been received and closed by exactly one ending (house rule: `pipeline.finish` is
+the only place that closes one). It carries what the stages pass on, and the times they leave behind.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from headrace.errors import HeadraceError
+from headrace.types import Array, Ending
+
+if TYPE_CHECKING:
+    from headrace.data_plane.replicas import Endpoint, Replica
+
+Scalar = str | int | float | bool
+
+
+@dataclass(slots=True)
+class RequestedOutput:
+    """One output that the caller wants.
+
+    Attributes:
+        index: Position in the signature's outputs.
+        is_binary: Travels as bytes behind the JSON instead of inside it.
+    """
+
+    index: int
+    is_binary: bool
+
+
+@dataclass(slots=True)
+class InferRequest:
+    """A decoded request, the same whatever protocol brought it.
+
+    Attributes:
+        id: The caller's id, echoed; None when none was given.
+        parameters: The caller's parameters.
+        inputs: One C-contiguous array per input of the signature, in its order, of exactly its dtype.
+        rows: Length of the batch dimension; 1 when the model is not batched.
+        outputs: What to answer with, in this order.
+        timeout_s: Time the caller allows, seconds from arrival; None when not said.
+    """
+
+    id: str | None
+    parameters: dict[str, Scalar]
+    inputs: dict[str, Array]
+    rows: int
+    outputs: Sequence[RequestedOutput]
+    timeout_s: float | None = None
+
+
+class Call(Protocol):
+    """The protocol's half of a request: knows the wire, not the model's life.
+
+    `decode` runs once; then `encode` once, when the ticket has an outcome; then `send` once. Under strict durability a
+    commit lies between `encode` and `send`.
+    """
+
+    protocol: str
+    bytes_in: int
+
+    def decode(self, replica: "Replica") -> InferRequest:
+        """Read the body under the version's signature and contract.
+
+        Raises:
+            headrace.errors.RequestError: The body is not acceptable.
+        """
+        ...
+
+    def encode(self, ticket: "Ticket") -> None:
+        """Build the reply for `ticket.outputs`, or for `ticket.error` when that is set; sets `ticket.bytes_out`,
+        `ticket.status`.
+
+        Raises:
+            headrace.errors.NonFiniteOutput: The reply cannot carry an output.
+        """
+        ...
+
+    def send(self) -> bool:
+        """Hand the reply to the transport; False when the caller has gone."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One request between its receipt and its ending.
+
+    Times are monotonic seconds; 0.0 means "not reached". `pieces` counts the parts of a many-row request that have not
+    come back from a batch yet.
+    """
+
+    call: Call
+    request_id: str
+    trace_id: str
+    received_at_s: float
+    deadline_at_s: float = 0.0
+    endpoint: "Endpoint | None" = None
+    replica: "Replica | None" = None
+    request: InferRequest | None = None
+    outputs: list[Array] | None = None
+    error: HeadraceError | None = None
+    ending: Ending | None = None
+    degraded: str = ""
+    stage: str = "receive"
+    status: int = 0
+    bytes_out: int = 0
+    pieces: int = 0
+    parts: list[tuple[int, list[Array]]] = field(default_factory=list)
+    batch_rows: int = 0
+    batches: int = 0
+    decoded_at_s: float = 0.0
+    started_at_s: float = 0.0
+    executed_at_s: float = 0.0
+    run_s: float = 0.0
