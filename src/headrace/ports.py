@@ -8,7 +8,7 @@ from typing import Protocol
 
 from headrace.records import Amendment, Record
 from headrace.snapshot import RuntimeOptions, VersionSpec
-from headrace.types import Array, Signature
+from headrace.tensors import Array, Signature
 
 
 class Runtime(Protocol):

@@ -9,12 +9,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from headrace.errors import HeadraceError
-from headrace.types import Array, Ending
+from headrace.tensors import Array
+from headrace.types import Ending
 
 if TYPE_CHECKING:
     from headrace.data_plane.replicas import Endpoint, Replica
 
 Scalar = str | int | float | bool
+
+BASELINE_ARM = "baseline"
+"""The arm of a request while its endpoint has no roll-out."""
 
 
 @dataclass(slots=True)
@@ -114,3 +118,22 @@ class Ticket:
     started_at_s: float = 0.0
     executed_at_s: float = 0.0
     run_s: float = 0.0
+
+
+class BrokenCall:
+    """A call that broke off before it was complete: the front has answered it, and it only has to be counted."""
+
+    protocol = "http"
+    bytes_in = 0
+
+    def __init__(self, error: HeadraceError) -> None:
+        self.error = error
+
+    def decode(self, replica: "Replica") -> InferRequest:
+        raise self.error
+
+    def encode(self, ticket: Ticket) -> None:
+        return
+
+    def send(self) -> bool:
+        return False

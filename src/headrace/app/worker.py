@@ -1,0 +1,351 @@
+"""One data-plane process: puts the parts together, opens them in order, closes them in reverse.
+
+    python -m headrace.app.worker --number 1 --home DIR --listen-fd 3 --lifeline-fd 4 --status-fd 5 --workers 2
+
+The supervisor starts it so; `headrace worker` starts one alone (`--standalone`), which then listens and serves its own
+metrics. SIGTERM drains, a second one ends at once; SIGUSR1 retires: the worker stops accepting, answers what its
+connections still send and leaves when they have gone. End of file on the lifeline means that the supervisor has died.
+
+Exit codes: 0 drained; 3 nothing can be served (the report says why); 4 a model run got stuck and the worker wants to
+be replaced.
+"""
+
+import argparse
+import asyncio
+import gc
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import setproctitle
+import uvloop
+
+from headrace.app.start import read_settings
+from headrace.app.worker_gauges import WorkerGauges
+from headrace.clock import SystemClock
+from headrace.config import Settings
+from headrace.data_plane.admit import Admission
+from headrace.data_plane.gateway.http import HttpFront, tls_context
+from headrace.data_plane.gateway.listener import Listener
+from headrace.data_plane.gateway.routes import Router
+from headrace.data_plane.pipeline import Pipeline
+from headrace.data_plane.plane import Plane
+from headrace.data_plane.statistics import ModelStatistics
+from headrace.errors import ConfigError, ModelFailed, RequestError
+from headrace.home import Home, write_atomically
+from headrace.report import WorkerReport, WorkerState
+from headrace.runtimes import onnx
+from headrace.snapshot import Snapshot
+from headrace.storage.segments import SegmentWriter
+from headrace.telemetry.logs import log
+from headrace.telemetry.metrics import RecordFold
+from headrace.telemetry.slots import SlotValues, SlotWriter, peek_connections, read_slots
+from headrace.testing import sleep_runtime
+
+TICK_S: Final = 0.25
+"""How often a worker looks for a new snapshot, beats its heart and enforces time limits of connections."""
+
+UNKNOWN_ENDPOINT: Final = "unknown"
+
+EXIT_NOTHING_TO_SERVE: Final = 3
+EXIT_STUCK: Final = 4
+
+LINGER_S: Final = 0.1
+"""How long a drained worker still answers 503 before its connections close, so that callers read their answers."""
+
+
+class Worker:
+    """The parts of one worker and its life."""
+
+    def __init__(
+        self,
+        number: int,
+        home: Home,
+        settings: Settings,
+        listening: socket.socket,
+        workers: int,
+        status_fd: int | None,
+    ) -> None:
+        self._number = number
+        self._home = home
+        self._settings = settings
+        self._listening = listening
+        self._status_fd = status_fd
+        self._neighbours = [home.slots_file(other) for other in range(1, 2 * workers + 2) if other != number]
+        self._state: WorkerState = "starting"
+        self._started_s = 0.0
+        self._last_report: WorkerReport | None = None
+        self._tried_id = ""
+        self._reconciling: asyncio.Task[None] | None = None
+        self._stop = asyncio.Event()
+        self._exit_code = 0
+        self._gc_started_s = 0.0
+
+    async def run(self) -> int:
+        """Live until told to stop; returns the exit code."""
+        loop = asyncio.get_running_loop()
+        clock = self._clock = SystemClock()
+        settings, home = self._settings, self._home
+
+        # Open in order: counters first, because everything counts; then where records go; then the path; last the door.
+        slots = self._slots = SlotWriter.open(home.slots_file(self._number), clock=clock)
+        fold = RecordFold(slots)
+        self._sink = sink = SegmentWriter(
+            home.records_folder(self._number), settings, loop.call_soon_threadsafe, clock, fold.records_ended
+        )
+        self._gauges = WorkerGauges(slots, self._number)
+        admission = self._admission = Admission()
+        pipeline = self._pipeline = Pipeline(
+            loop, clock, self._number, admission, slots.ledger(UNKNOWN_ENDPOINT), sink, fold,
+            ModelStatistics(slots, clock),
+        )  # fmt: skip
+        loaders = {"onnx": onnx.load, "sleep": sleep_runtime.load}
+        self._plane = Plane(
+            loop, clock, pipeline, slots, loaders, settings.threads, settings.json_depth_max,
+            home.run / "load.lock", self._plane_changed,
+        )  # fmt: skip
+        router = self._router = Router(loop, clock, pipeline, self._is_ready, self._read_all_slots)
+        self._front = HttpFront(settings, router, clock)
+        tls = tls_context(Path(settings.tls_cert), Path(settings.tls_key)) if settings.tls_cert else None
+        self._listener = Listener(self._listening, self._front, tls, self._fewest_connections)
+        self._watch_gc()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._terminate)
+        loop.add_signal_handler(signal.SIGUSR1, self._retire)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+        ticker = asyncio.ensure_future(self._tick_for_ever())
+        try:
+            await self._stop.wait()
+            await self._shut_down()
+        finally:
+            ticker.cancel()
+            await asyncio.gather(ticker, return_exceptions=True)
+        return self._exit_code
+
+    # ---------------------------------------------------------------- while it lives
+
+    async def _tick_for_ever(self) -> None:
+        while True:
+            self._tick()
+            await asyncio.sleep(TICK_S)
+
+    def _tick(self) -> None:
+        self._follow_snapshot()
+        self._front.sweep()
+        if self._plane.is_ready and self._state != "stopped":
+            self._slots.beat()
+        self._accept_or_leave_it()
+        self._watch_stuck_runs()
+        self._gauges.update(self._plane, self._sink.is_writable, self._pipeline.snapshot_id)
+        self._write_report()
+        if self._state == "retiring" and not self._front.connections:
+            self._stop.set()
+
+    def _follow_snapshot(self) -> None:
+        """Start to reconcile when another snapshot is desired; one at a time."""
+        if self._reconciling is not None and not self._reconciling.done():
+            return
+        if self._stop.is_set():
+            return
+        desired = self._home.desired_id()
+        if desired is None or desired == self._tried_id:
+            return
+        snapshot = self._read_snapshot(desired)
+        self._tried_id = desired
+        if snapshot is not None:
+            self._reconciling = asyncio.ensure_future(self._reconcile(snapshot))
+
+    def _read_snapshot(self, desired: str) -> Snapshot | None:
+        """The desired snapshot; when it cannot be read, the last good one (static stability)."""
+        for snapshot_id in (desired, self._home.last_good_id()):
+            if snapshot_id is None or snapshot_id == self._plane.warm_snapshot_id:
+                continue
+            try:
+                return self._home.read_snapshot(snapshot_id)
+            except (OSError, ValueError, msgspec.MsgspecError) as error:
+                log("error", "snapshot unreadable", snapshot=snapshot_id, reason=str(error))
+        return None
+
+    async def _reconcile(self, snapshot: Snapshot) -> None:
+        await self._plane.reconcile(snapshot)
+        if self._plane.is_ready and self._state == "starting":
+            self._state = "ready"
+            self._started_s = time.time() - process_start_unix_s()
+        if not self._plane.is_ready and self._plane.cannot_serve():
+            self._exit_code = EXIT_NOTHING_TO_SERVE
+            self._write_report()
+            self._stop.set()
+        self._tick()
+
+    def _plane_changed(self) -> None:
+        self._router.endpoints_changed()
+        self._write_report()
+
+    def _accept_or_leave_it(self) -> None:
+        """A worker that is not ready leaves new connections to neighbours that are; if none is, it answers 503."""
+        wants = self._state != "retiring" and (self._plane.is_ready or self._fewest_connections() < 0)
+        if wants:
+            self._listener.start()
+        else:
+            self._listener.stop()
+
+    def _fewest_connections(self) -> int:
+        now_s = self._clock.now_s()
+        counts = [peek_connections(path, now_s) for path in self._neighbours]
+        return min((count for count in counts if count is not None), default=-1)
+
+    def _watch_stuck_runs(self) -> None:
+        """A run that never returns cannot be stopped, only left: tell its callers and ask for a new process."""
+        executor = self._plane.executor
+        if self._clock.now_s() - executor.oldest_start_s() <= self._settings.run_s_max:
+            return
+        error = ModelFailed(f"a model run did not return within {self._settings.run_s_max:g} s; the worker is replaced")
+        log("error", "model run stuck", limit_s=self._settings.run_s_max)
+        for batch in executor.running():
+            for piece in batch.pieces:
+                if piece.ticket.ending is None:
+                    self._pipeline.refuse(piece.ticket, error)
+        self._exit_code = EXIT_STUCK
+        self._stop.set()
+
+    def _watch_gc(self) -> None:
+        """Measure collector pauses; thresholds are raised because requests leave no cycles behind."""
+        pauses = self._gauges.gc_pause
+        gc.set_threshold(20_000, 20, 50)
+
+        def measure(phase: str, _info: dict[str, int]) -> None:
+            if phase == "start":
+                self._gc_started_s = time.perf_counter()
+            else:
+                pauses.add(time.perf_counter() - self._gc_started_s)
+
+        gc.callbacks.append(measure)
+
+    # ---------------------------------------------------------------- what it says
+
+    def _is_ready(self) -> tuple[bool, list[str]]:
+        if self._admission.is_draining:
+            return False, []
+        return self._plane.is_ready, self._plane.not_ready()
+
+    def _read_all_slots(self) -> list[SlotValues]:
+        files = sorted(self._home.run.glob("worker-*.slots"))
+        return [read_slots(path) for path in files]
+
+    def _write_report(self) -> None:
+        report = WorkerReport(
+            number=self._number,
+            pid=os.getpid(),
+            state=self._state,
+            snapshot_id=self._plane.warm_snapshot_id,
+            started_s=self._started_s,
+            is_recording=self._sink.is_writable,
+            replicas=self._plane.reports(),
+        )
+        if report == self._last_report:
+            return
+        self._last_report = report
+        try:
+            write_atomically(self._home.report_file(self._number), msgspec.json.encode(report))
+            if self._status_fd is not None:
+                os.write(self._status_fd, b"\n")
+        except OSError as error:  # a full disk or a dead supervisor must not stop the path
+            log("warning", "report not written", reason=str(error))
+
+    # ---------------------------------------------------------------- how it ends
+
+    def lifeline_lost(self) -> None:
+        """The supervisor has died: nobody would restart or stop this worker any more."""
+        log("warning", "supervisor gone, draining")
+        self._stop.set()
+
+    def _terminate(self) -> None:
+        if self._stop.is_set():
+            os._exit(128 + signal.SIGTERM)  # a second signal skips to the end
+        self._stop.set()
+
+    def _retire(self) -> None:
+        self._state = "retiring"
+        self._front.retire()
+        self._tick()
+
+    async def _shut_down(self) -> None:
+        self._state = "draining"
+        idle = asyncio.Event()
+        self._admission.on_idle = idle.set
+        # Not ready first: balancers and neighbours must stop sending before anything closes.
+        self._admission.is_draining = True
+        self._write_report()
+        # Still accepting: whoever comes now gets a 503 that says when to come back, not a refused connection.
+        self._front.retire()
+        if self._reconciling is not None:
+            self._reconciling.cancel()
+            await asyncio.gather(self._reconciling, return_exceptions=True)
+        # Finish what is in flight, until the deadline for that.
+        if self._admission.tickets_open and self._exit_code != EXIT_STUCK:
+            try:
+                await asyncio.wait_for(idle.wait(), self._settings.drain_s_max)
+            except TimeoutError:
+                log("warning", "requests cut off at shutdown", requests=self._admission.tickets_open)
+        await asyncio.sleep(LINGER_S)
+        self._listener.stop()
+        # What is still open now ends as abandoned: its connection closes.
+        self._front.close_idle()
+        self._front.abort_all()
+        # Then the records, because they tell about everything above; then the models; then the counters.
+        await self._sink.close()
+        if self._exit_code != EXIT_STUCK:
+            self._plane.close()
+        self._state = "stopped"
+        self._write_report()
+        self._slots.close()
+
+
+def process_start_unix_s() -> float:
+    """When this process was started, from /proc: includes the interpreter's own start."""
+    with open("/proc/self/stat", "rb") as file:
+        ticks = int(file.read().rsplit(b")", 1)[1].split()[19])
+    with open("/proc/uptime", "rb") as file:
+        uptime_s = float(file.read().split()[0])
+    return time.time() - uptime_s + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    """Entry point of the process."""
+    parser = argparse.ArgumentParser(prog="headrace.app.worker")
+    parser.add_argument("--number", type=int, default=1)
+    parser.add_argument("--home", type=Path, required=True)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--listen-fd", type=int, required=True)
+    parser.add_argument("--lifeline-fd", type=int)
+    parser.add_argument("--status-fd", type=int)
+    options = parser.parse_args()
+    setproctitle.setproctitle(f"headrace: worker {options.number}")
+    home = Home(options.home)
+    settings = read_settings(home)
+    listening = socket.socket(fileno=options.listen_fd)
+    listening.setblocking(False)
+
+    async def live() -> int:
+        worker = Worker(options.number, home, settings, listening, options.workers, options.status_fd)
+        if options.lifeline_fd is not None:
+            asyncio.get_running_loop().add_reader(options.lifeline_fd, worker.lifeline_lost)
+        return await worker.run()
+
+    try:
+        code = uvloop.run(live())
+    except ConfigError as error:
+        log("error", "worker not started", problems=error.problems)
+        code = EXIT_NOTHING_TO_SERVE
+    sys.stdout.flush()
+    os._exit(code)  # executor threads may still be inside a model; the kernel takes them
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Desired state: finds models and publishes snapshots."""

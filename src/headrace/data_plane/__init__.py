@@ -1,0 +1,1 @@
+"""The request path: from bytes on a socket to an answer and a record."""

@@ -1,0 +1,489 @@
+"""The batch stage: waiting lists in front of executors. The policy decides, this shell carries it out.
+
+Concurrency: everything here runs on the event loop, except `run_batch`, which an executor may run on its own thread and
+which touches nothing but its batch. Events drive it (a request arrives, an executor falls free, a hold ends, a caller
+leaves); nothing polls.
+
+A request of many rows waits as several pieces, none larger than the largest batch; its answer is put together when
+the last piece has come back.
+"""
+
+import asyncio
+import queue
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from headrace.clock import Clock
+from headrace.data_plane.batch_curve import CurveLearner
+from headrace.data_plane.batch_policy import BatchPolicy, Decision
+from headrace.data_plane.ticket import Ticket
+from headrace.errors import DeadlineError, DeadlineUnreachable, HeadraceError, ModelFailed, Shed
+from headrace.ports import Runtime
+from headrace.tensors import Array
+
+INFINITY = float("inf")
+
+
+class Piece:
+    """A run of consecutive rows of one ticket: what a batch is made of."""
+
+    __slots__ = ("error", "first_row", "outputs", "rows", "ticket")
+
+    def __init__(self, ticket: Ticket, first_row: int, rows: int) -> None:
+        self.ticket = ticket
+        self.first_row = first_row
+        self.rows = rows
+        self.outputs: list[Array] | None = None
+        self.error: HeadraceError | None = None
+
+
+class WaitingList:
+    """Pieces that wait for one replica, earliest deadline first.
+
+    **Invariant**: `deadlines_s`, `rows` and `pieces` run in parallel and `deadlines_s` is sorted.
+
+    Attributes:
+        runtime: Executes the batches.
+        output_names: All outputs of the model, in the signature's order.
+        policy: Decides when and with whom.
+        learner: The latency curve that the policy decides by.
+        rows_max: Largest batch.
+        is_batched: Inputs may be concatenated along their first dimension.
+    """
+
+    def __init__(
+        self, runtime: Runtime, policy: BatchPolicy, learner: CurveLearner, rows_max: int, is_batched: bool
+    ) -> None:
+        self.runtime = runtime
+        self.learner = learner
+        self.output_names = [spec.name for spec in runtime.signature.outputs]
+        self.policy = policy
+        self.rows_max = rows_max
+        self.is_batched = is_batched
+        self.deadlines_s: list[float] = []
+        self.rows: list[int] = []
+        self.pieces: list[Piece] = []
+        self.rows_waiting = 0
+
+    def insert(self, piece: Piece) -> None:
+        """Queue behind every piece with the same or an earlier deadline."""
+        deadline_s = piece.ticket.deadline_at_s
+        deadlines = self.deadlines_s
+        if not deadlines or deadlines[-1] <= deadline_s:
+            deadlines.append(deadline_s)
+            self.rows.append(piece.rows)
+            self.pieces.append(piece)
+        else:
+            at = bisect_right(deadlines, deadline_s)
+            deadlines.insert(at, deadline_s)
+            self.rows.insert(at, piece.rows)
+            self.pieces.insert(at, piece)
+        self.rows_waiting += piece.rows
+
+    def take(self, count: int) -> list[Piece]:
+        """Remove and return the first `count` pieces."""
+        taken = self.pieces[:count]
+        del self.pieces[:count], self.rows[:count], self.deadlines_s[:count]
+        for piece in taken:
+            self.rows_waiting -= piece.rows
+        return taken
+
+    def remove(self, ticket: Ticket) -> None:
+        """Forget every piece of a ticket."""
+        at = bisect_left(self.deadlines_s, ticket.deadline_at_s)
+        while at < len(self.pieces) and self.deadlines_s[at] == ticket.deadline_at_s:
+            if self.pieces[at].ticket is ticket:
+                self.rows_waiting -= self.pieces[at].rows
+                del self.pieces[at], self.rows[at], self.deadlines_s[at]
+            else:
+                at += 1
+
+
+class Batch:
+    """Pieces that run together, and what became of them.
+
+    Attributes:
+        rows: Rows altogether; 1 when the model is not batched.
+        expected_s: Duration that the latency curve predicts.
+        started_at_s, took_s: When it started and how long it ran, set by the executor.
+    """
+
+    __slots__ = ("expected_s", "pieces", "rows", "started_at_s", "took_s", "waiting_list")
+
+    def __init__(self, waiting_list: WaitingList, pieces: list[Piece], expected_s: float) -> None:
+        self.waiting_list = waiting_list
+        self.pieces = pieces
+        self.rows = sum(piece.rows for piece in pieces) if waiting_list.is_batched else 1
+        self.expected_s = expected_s
+        self.started_at_s = 0.0
+        self.took_s = 0.0
+
+
+def run_batch(batch: Batch, clock: Clock) -> None:
+    """Execute a batch and give each piece its outputs or its error; never raises.
+
+    If a batch of several pieces fails, each runs again by itself, so that a request that the model cannot take fails
+    alone and its neighbours are answered.
+    """
+    batch.started_at_s = clock.now_s()
+    pieces = batch.pieces
+    try:
+        _run_together(batch.waiting_list, pieces)
+    except HeadraceError as error:
+        if len(pieces) == 1:
+            pieces[0].error = error
+        else:
+            for piece in pieces:
+                try:
+                    _run_together(batch.waiting_list, [piece])
+                except HeadraceError as own:
+                    piece.error = own
+    batch.took_s = clock.now_s() - batch.started_at_s
+
+
+def _run_together(waiting_list: WaitingList, pieces: Sequence[Piece]) -> None:
+    first = pieces[0]
+    request = first.ticket.request
+    assert request is not None
+    if len(pieces) == 1:
+        if first.rows == request.rows or not waiting_list.is_batched:
+            inputs = request.inputs
+        else:
+            inputs = {name: _rows_of(array, first) for name, array in request.inputs.items()}
+    else:
+        inputs = {
+            name: np.concatenate([_rows_of(piece.ticket.request.inputs[name], piece) for piece in pieces])  # type: ignore[union-attr]  # a piece exists only for a decoded ticket
+            for name in request.inputs
+        }
+    try:
+        outputs = waiting_list.runtime.run(inputs, waiting_list.output_names)
+    except HeadraceError:
+        raise
+    except Exception as error:  # whatever a foreign runtime raises ends this batch, not the worker
+        raise ModelFailed(f"the model raised {type(error).__name__}: {error}") from error
+    if not waiting_list.is_batched:
+        first.outputs = outputs
+        return
+    rows = sum(piece.rows for piece in pieces)
+    for name, output in zip(waiting_list.output_names, outputs, strict=True):
+        if not output.shape or output.shape[0] != rows:
+            raise ModelFailed(f"output {name!r} has shape {list(output.shape)} for a batch of {rows} rows")
+    if len(pieces) == 1:
+        first.outputs = outputs
+        return
+    at = 0
+    for piece in pieces:
+        end = at + piece.rows
+        piece.outputs = [output[at:end] for output in outputs]
+        at = end
+
+
+def _rows_of(array: Array, piece: Piece) -> Array:
+    if piece.first_row == 0 and piece.rows == array.shape[0]:
+        return array
+    return array[piece.first_row : piece.first_row + piece.rows]
+
+
+class Executor(Protocol):
+    """Runs batches one at a time per slot and reports on the event loop.
+
+    Attributes:
+        is_inline: Runs on the loop itself, inside `start`.
+    """
+
+    is_inline: bool
+
+    def has_free_slot(self) -> bool: ...
+
+    def free_at_s(self, now_s: float) -> float:
+        """When a slot will be free, as far as estimates tell; `now_s` when one is free now."""
+        ...
+
+    def start(self, batch: Batch, done: Callable[[Batch], None]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class InlineExecutor:
+    """Runs on the event loop: right for models cheaper than a round trip to a thread (about 60 µs)."""
+
+    is_inline = True
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def has_free_slot(self) -> bool:
+        return True
+
+    def free_at_s(self, now_s: float) -> float:
+        return now_s
+
+    def start(self, batch: Batch, done: Callable[[Batch], None]) -> None:
+        run_batch(batch, self._clock)
+        done(batch)
+
+    def close(self) -> None:
+        return
+
+
+class ThreadExecutor:
+    """Runs on `width` named threads; the runtime releases the interpreter lock while it computes."""
+
+    is_inline = False
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, clock: Clock, width: int = 1) -> None:
+        self._loop = loop
+        self._clock = clock
+        self._jobs: queue.SimpleQueue[tuple[Batch, Callable[[Batch], None]] | None] = queue.SimpleQueue()
+        self._free = width
+        self._ends_s: list[float] = []
+        self._width = width
+        self._running: list[Batch] = []
+        for number in range(width):
+            threading.Thread(target=self._work, name=f"headrace-executor-{number}", daemon=True).start()
+
+    def has_free_slot(self) -> bool:
+        return self._free > 0
+
+    def free_at_s(self, now_s: float) -> float:
+        return now_s if self._free else max(now_s, min(self._ends_s, default=now_s))
+
+    def oldest_start_s(self) -> float:
+        """When the longest-running batch started; infinity when none runs."""
+        return min((batch.started_at_s or INFINITY for batch in self._running), default=INFINITY)
+
+    def running(self) -> Sequence[Batch]:
+        return self._running
+
+    def start(self, batch: Batch, done: Callable[[Batch], None]) -> None:
+        self._free -= 1
+        self._ends_s.append(self._clock.now_s() + batch.expected_s)
+        self._running.append(batch)
+        self._jobs.put((batch, done))
+
+    def _finished(self, batch: Batch, done: Callable[[Batch], None]) -> None:
+        self._free += 1
+        at = self._running.index(batch)
+        del self._running[at], self._ends_s[at]
+        done(batch)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            batch, done = job
+            run_batch(batch, self._clock)
+            try:
+                self._loop.call_soon_threadsafe(self._finished, batch, done)
+            except RuntimeError:  # the loop has been closed: the worker is on its way out
+                return
+
+    def close(self) -> None:
+        for _ in range(self._width):
+            self._jobs.put(None)
+
+
+class Lane:
+    """Waiting lists that share an executor: chooses whose batch is next by least laxity (Clockwork, OSDI '20).
+
+    Args:
+        loop: The worker's event loop.
+        clock: Monotonic time.
+        executor: Where batches run.
+        executed: Told about every finished batch.
+        refused: Told about every ticket that is dropped from a waiting list.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        clock: Clock,
+        executor: Executor,
+        executed: Callable[[Batch], None],
+        refused: Callable[[Ticket, HeadraceError], None],
+    ) -> None:
+        self._loop = loop
+        self._clock = clock
+        self.executor = executor
+        self._executed = executed
+        self._refused = refused
+        self._busy_lists: dict[WaitingList, None] = {}
+        self._is_decision_due = False
+        self._hold: asyncio.TimerHandle | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+
+    @property
+    def pieces_waiting(self) -> int:
+        return sum(len(waiting_list.pieces) for waiting_list in self._busy_lists)
+
+    def submit(self, waiting_list: WaitingList, ticket: Ticket) -> None:
+        """Queue a decoded ticket, in pieces no larger than the largest batch.
+
+        Raises:
+            headrace.errors.CapacityError: It cannot be answered in time, or the waiting list is at its bound.
+        """
+        request = ticket.request
+        assert request is not None
+        now_s = self._clock.now_s()
+        rows = request.rows if waiting_list.is_batched else 1
+        policy = waiting_list.policy
+        policy.arrived(now_s, rows)
+        free_at_s = self.executor.free_at_s(now_s)
+        if not policy.admits(now_s, ticket.deadline_at_s, rows, free_at_s, waiting_list.rows_waiting):
+            raise self._unreachable(waiting_list, ticket, rows, now_s, free_at_s)
+        if rows <= waiting_list.rows_max:
+            ticket.pieces = 1
+            waiting_list.insert(Piece(ticket, 0, rows))
+        else:
+            starts = range(0, rows, waiting_list.rows_max)
+            ticket.pieces = len(starts)
+            for first_row in starts:
+                waiting_list.insert(Piece(ticket, first_row, min(waiting_list.rows_max, rows - first_row)))
+        self._busy_lists[waiting_list] = None
+        self._trim(waiting_list)
+        if self.executor.has_free_slot():
+            self._decide_soon()
+        elif self._expiry is None:
+            self._watch_expiry()
+
+    def _unreachable(
+        self, waiting_list: WaitingList, ticket: Ticket, rows: int, now_s: float, free_at_s: float
+    ) -> DeadlineUnreachable:
+        curve = waiting_list.learner.curve
+        alone_s = _duration_alone_s(waiting_list, rows)
+        left_s = ticket.deadline_at_s - now_s
+        text = f"{rows} row{'s' if rows != 1 else ''} cannot be answered within {left_s * 1e3:.3g} ms: "
+        if alone_s > left_s:
+            text += f"running alone takes about {alone_s * 1e3:.3g} ms; send fewer rows or allow more time"
+        else:
+            text += f"{waiting_list.rows_waiting} rows are waiting and the model is busy for {(free_at_s - now_s) * 1e3:.3g} ms"
+        return DeadlineUnreachable(text, retry_after_s=curve.duration_s(1))
+
+    def forget(self, waiting_list: WaitingList, ticket: Ticket) -> None:
+        """Drop what still waits of a ticket that has ended; pieces that already run come back and are ignored."""
+        if waiting_list.pieces:
+            waiting_list.remove(ticket)
+            if not waiting_list.pieces:
+                self._busy_lists.pop(waiting_list, None)
+
+    def _decide_soon(self) -> None:
+        # One decision after all sockets of this loop turn were read: requests that came together go together.
+        if not self._is_decision_due:
+            self._is_decision_due = True
+            self._loop.call_soon(self._decide)
+
+    def _decide(self) -> None:
+        self._is_decision_due = False
+        if self._hold is not None:
+            self._hold.cancel()
+            self._hold = None
+        while self._busy_lists and self.executor.has_free_slot():
+            chosen, decision, hold_until_s = self._choose()
+            if chosen is None or decision is None:
+                if hold_until_s < INFINITY:
+                    self._hold = self._loop.call_later(max(0.0, hold_until_s - self._clock.now_s()), self._decide)
+                return
+            self._drop(chosen, decision.shed, decision.hopeless)
+            self._start(chosen, decision.run)
+            if self.executor.is_inline:
+                # Let the loop read its sockets between batches; what arrives meanwhile joins the next one.
+                if self._busy_lists:
+                    self._decide_soon()
+                return
+        self._watch_expiry()
+
+    def _choose(self) -> tuple[WaitingList | None, Decision | None, float]:
+        now_s = self._clock.now_s()
+        chosen: WaitingList | None = None
+        best: Decision | None = None
+        hold_until_s = INFINITY
+        for waiting_list in list(self._busy_lists):
+            decision = waiting_list.policy.decide(now_s, waiting_list.deadlines_s, waiting_list.rows)
+            if not decision.run:
+                # Nothing runs from this list now: what cannot be saved goes at once, the others wait.
+                self._drop(waiting_list, decision.shed, decision.hopeless)
+                if decision.hold_until_s is not None:
+                    hold_until_s = min(hold_until_s, decision.hold_until_s)
+            elif best is None or decision.urgency_s < best.urgency_s:
+                chosen, best = waiting_list, decision
+        return chosen, best, hold_until_s
+
+    def _trim(self, waiting_list: WaitingList) -> None:
+        """Keep the queue at the policy's bound: what is nearest its deadline goes, since it gains least by waiting."""
+        excess_rows = waiting_list.rows_waiting - waiting_list.policy.waiting_rows_max
+        count = 0
+        while excess_rows > 0 and count < len(waiting_list.rows) - 1:
+            excess_rows -= waiting_list.rows[count]
+            count += 1
+        self._drop(waiting_list, count, 0)
+
+    def _drop(self, waiting_list: WaitingList, count: int, hopeless: int) -> None:
+        if not count:
+            return
+        dropped = waiting_list.take(count)
+        if not waiting_list.pieces:
+            self._busy_lists.pop(waiting_list, None)
+        retry_after_s = waiting_list.learner.curve.duration_s(1)
+        for number, piece in enumerate(dropped):
+            ticket = piece.ticket
+            if ticket.ending is not None:
+                continue
+            if number < hopeless:
+                error: HeadraceError = DeadlineError(
+                    "the deadline could no longer be met while the request waited for a batch; "
+                    "allow more time or come back later",
+                    stage="queue",
+                    retry_after_s=retry_after_s,
+                )
+            else:
+                error = Shed(
+                    "overloaded: the request was dropped so that more of the others are answered in time",
+                    retry_after_s=retry_after_s,
+                )
+            self._refused(ticket, error)
+
+    def _start(self, waiting_list: WaitingList, count: int) -> None:
+        pieces = waiting_list.take(count)
+        if not waiting_list.pieces:
+            self._busy_lists.pop(waiting_list, None)
+        batch = Batch(waiting_list, pieces, 0.0)
+        batch.expected_s = waiting_list.learner.curve.duration_s(batch.rows)
+        self.executor.start(batch, self._done)
+
+    def _done(self, batch: Batch) -> None:
+        now_s = self._clock.now_s()
+        batch.waiting_list.policy.executed(
+            now_s, batch.rows, batch.took_s, now_s - batch.pieces[0].ticket.deadline_at_s
+        )
+        if not self.executor.is_inline and self._busy_lists:
+            self._decide_soon()
+        self._executed(batch)
+
+    def _watch_expiry(self) -> None:
+        """While the executor is busy nobody decides; see to it that a request is refused by its deadline all the same."""
+        if self._expiry is None and self._busy_lists:
+            earliest_s = min(waiting_list.deadlines_s[0] for waiting_list in self._busy_lists)
+            self._expiry = self._loop.call_later(max(0.0, earliest_s - self._clock.now_s()), self._expire)
+
+    def _expire(self) -> None:
+        self._expiry = None
+        now_s = self._clock.now_s()
+        for waiting_list in list(self._busy_lists):
+            late = bisect_right(waiting_list.deadlines_s, now_s)
+            self._drop(waiting_list, late, late)
+        self._watch_expiry()
+
+    def close(self) -> None:
+        """Stop the timers and the executor."""
+        for timer in (self._hold, self._expiry):
+            if timer is not None:
+                timer.cancel()
+        self.executor.close()
+
+
+def _duration_alone_s(waiting_list: WaitingList, rows: int) -> float:
+    curve = waiting_list.learner.curve
+    whole, rest = divmod(rows, waiting_list.rows_max)
+    return whole * curve.duration_s(waiting_list.rows_max) + (curve.duration_s(rest) if rest else 0.0)

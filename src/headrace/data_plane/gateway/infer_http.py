@@ -1,0 +1,125 @@
+"""One inference call over HTTP: the protocol's half of a ticket."""
+
+import secrets
+from collections.abc import Sequence
+
+from headrace.data_plane.gateway.http import Exchange, error_reply
+from headrace.data_plane.replicas import Replica
+from headrace.data_plane.ticket import InferRequest, Ticket
+from headrace.errors import BadRequest, HeadraceError
+
+TIMEOUT_S_MAX = 3600.0
+_ID_CHARACTERS = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:/+=@")
+_HEX = frozenset(b"0123456789abcdef")
+
+
+class Ids:
+    """Makes request and trace ids that no other worker makes: a random prefix and a counter.
+
+    Source: W3C Trace Context, `traceparent`.
+    """
+
+    def __init__(self) -> None:
+        self._prefix = secrets.token_hex(8)
+        self._count = secrets.randbits(32)
+
+    def next_trace(self) -> str:
+        """32 hexadecimal digits."""
+        self._count += 1
+        return f"{self._prefix}{self._count:016x}"
+
+
+def read_ids(exchange: Exchange, ids: Ids) -> tuple[str, str]:
+    """Request and trace id of a call: the caller's where they are well formed, otherwise ours."""
+    headers = exchange.headers
+    parent = headers.get(b"traceparent")
+    trace_id = _trace_id(parent) if parent is not None else None
+    if trace_id is None:
+        trace_id = ids.next_trace()
+    given = headers.get(b"x-request-id")
+    if given is not None and 0 < len(given) <= 128 and _ID_CHARACTERS.issuperset(given):
+        return given.decode("ascii"), trace_id
+    return trace_id, trace_id
+
+
+def _trace_id(parent: bytes) -> str | None:
+    parts = parent.split(b"-")
+    if len(parts) < 4 or len(parts[0]) != 2 or parts[0] == b"ff" or len(parts[1]) != 32 or len(parts[2]) != 16:
+        return None
+    if not (_HEX.issuperset(parts[1]) and _HEX.issuperset(parts[2])) or parts[1] == b"0" * 32 or parts[2] == b"0" * 16:
+        return None
+    return parts[1].decode("ascii")
+
+
+class HttpInferCall:
+    """See `headrace.data_plane.ticket.Call`."""
+
+    __slots__ = ("_body", "_exchange", "_head", "_status", "bytes_in")
+    protocol = "http"
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self.bytes_in = len(exchange.body)
+        self._status = 0
+        self._head = b""
+        self._body: Sequence[bytes | memoryview] = ()
+
+    def decode(self, replica: Replica) -> InferRequest:
+        headers = self._exchange.headers
+        json_length = headers.get(b"inference-header-content-length")
+        json_bytes = None
+        if json_length is not None:
+            if not json_length.isdigit() or len(json_length) > 12:
+                raise BadRequest(
+                    "the header Inference-Header-Content-Length must be the number of bytes of the JSON part; "
+                    f"got {json_length[:20].decode('latin-1')!r}"
+                )
+            json_bytes = int(json_length)
+        request = replica.codec.decode(self._exchange.body, json_bytes)
+        timeout_ms = headers.get(b"x-request-timeout-ms")
+        if timeout_ms is not None:
+            request.timeout_s = _timeout_s(timeout_ms)
+        return request
+
+    def encode(self, ticket: Ticket) -> None:
+        ids = f"x-request-id: {ticket.request_id}\r\ntraceparent: 00-{ticket.trace_id}-{ticket.trace_id[16:]}-00\r\n"
+        if ticket.error is not None:
+            self._status, head, self._body = error_reply(ticket.error)
+            self._head = head + ids.encode("ascii")
+        else:
+            assert ticket.replica is not None
+            assert ticket.request is not None
+            assert ticket.outputs is not None
+            wanted = ticket.request.outputs
+            encoded = ticket.replica.codec.encode(ticket.request, [ticket.outputs[output.index] for output in wanted])
+            if encoded.is_binary:
+                kind = f"content-type: application/octet-stream\r\ninference-header-content-length: {len(encoded.json)}\r\n"
+                self._body = [encoded.json, *encoded.tensors]
+            else:
+                kind = "content-type: application/json\r\n"
+                self._body = (encoded.json,)
+            self._status = 200
+            self._head = ticket.replica.answer_head + f"{kind}{ids}".encode("ascii")
+        ticket.status = self._status
+        ticket.bytes_out = sum(map(len, self._body))
+
+    def send(self) -> bool:
+        return self._exchange.send(self._status, self._head, self._body)
+
+
+def _timeout_s(value: bytes) -> float:
+    try:
+        milliseconds = float(value)
+    except ValueError:
+        milliseconds = -1.0
+    if not 0 < milliseconds <= TIMEOUT_S_MAX * 1e3:
+        raise BadRequest(
+            f"the header x-request-timeout-ms must be a number of milliseconds above 0 and at most {TIMEOUT_S_MAX * 1e3:g}; "
+            f"got {value[:20].decode('latin-1')!r}"
+        )
+    return milliseconds / 1e3
+
+
+def refuse(exchange: Exchange, error: HeadraceError) -> None:
+    """Answer an exchange that is no inference with an error."""
+    exchange.send(*error_reply(error))

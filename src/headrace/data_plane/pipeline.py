@@ -1,0 +1,252 @@
+"""The path of a request. Read `accept` top to bottom, then `executed`, then `finish`: that is all of it.
+
+    gateway ─► accept:    1 open      a ticket, an entry in the ledger, a deadline
+                          2 admit     is the server taking requests, can the record be written?
+                          3 route     endpoint and version → replica
+                          4 decode    bytes → arrays under the version's signature
+                          5 validate  the endpoint's contract: ranges, categories, missing values
+                          6 batch     into the waiting list, or refused at the door
+    executor ─► executed: 7 respond   encode once; under strict durability commit the record first; send
+                finish:   8 end       exactly one ending per ticket: ledger, record, metrics
+
+Routing comes before decoding because the version decides the signature (decision 0003). A stage that an endpoint does
+not use is None in its replica and costs one comparison. No coroutine and no future is made per request: a stage either
+passes the ticket on or raises a `HeadraceError`, which `finish` turns into the reply.
+
+Concurrency: all of it runs on the event loop; only `batch.run_batch` runs elsewhere.
+"""
+
+import asyncio
+from collections.abc import Mapping
+
+import numpy as np
+
+from headrace.clock import Clock
+from headrace.data_plane.admit import Admission, admit
+from headrace.data_plane.batch import Batch
+from headrace.data_plane.record import make_record
+from headrace.data_plane.replicas import Endpoint
+from headrace.data_plane.route import route
+from headrace.data_plane.statistics import ModelStatistics
+from headrace.data_plane.ticket import BrokenCall, Ticket
+from headrace.errors import HeadraceError, RecordsUnavailable, ServerError
+from headrace.ports import RecordSink
+from headrace.records import Amendment, Record
+from headrace.telemetry.logs import log_unexpected
+from headrace.telemetry.metrics import RecordFold
+from headrace.telemetry.slots import Ledger
+from headrace.tensors import Array
+from headrace.types import Ending
+
+
+class Pipeline:
+    """The request path of one worker.
+
+    Args:
+        loop: The worker's event loop.
+        clock: Time.
+        worker: Number of this worker, written into records.
+        admission: Whether requests are taken at all.
+        unknown: Ledger of requests that name no endpoint.
+        sink: Takes the records.
+        fold: Turns records into metrics.
+        statistics: Per-version counters in the form the protocol's statistics route wants.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        clock: Clock,
+        worker: int,
+        admission: Admission,
+        unknown: Ledger,
+        sink: RecordSink,
+        fold: RecordFold,
+        statistics: ModelStatistics,
+    ) -> None:
+        self._loop = loop
+        self._clock = clock
+        self._worker = worker
+        self.admission = admission
+        self._unknown = unknown
+        self._sink = sink
+        self._fold = fold
+        self._statistics = statistics
+        self.endpoints: Mapping[str, Endpoint] = {}
+        self.snapshot_id = ""
+        self._records: list[Record] = []
+        self._is_flush_due = False
+
+    # ---------------------------------------------------------------- the way in
+
+    def accept(self, ticket: Ticket, endpoint: Endpoint | None, version: str) -> None:
+        """Take one request, fully received; it ends exactly once, now or later.
+
+        Args:
+            ticket: Fresh; its call holds the body.
+            endpoint: Named by the URL; None when no endpoint has that name.
+            version: Named by the URL; empty for the default.
+        """
+        ticket.endpoint = endpoint
+        (endpoint.ledger if endpoint is not None else self._unknown).received()
+        self.admission.tickets_open += 1
+        try:
+            ticket.stage = "admit"
+            admit(self.admission, endpoint, self._sink)
+
+            ticket.stage = "route"
+            replica = ticket.replica = route(endpoint, version)
+            replica.tickets_open += 1
+
+            ticket.stage = "decode"
+            request = ticket.request = ticket.call.decode(replica)
+            allowed_s = replica.deadline_s if request.timeout_s is None else request.timeout_s
+            ticket.deadline_at_s = ticket.received_at_s + allowed_s
+
+            ticket.stage = "validate"
+            if replica.check_contract is not None:
+                replica.check_contract(request)
+            ticket.decoded_at_s = self._clock.now_s()
+
+            ticket.stage = "queue"
+            replica.lane.submit(replica.waiting_list(request), ticket)
+        except HeadraceError as error:
+            self.refuse(ticket, error)
+        except Exception as error:  # a fault of ours must still end the ticket
+            log_unexpected(ticket.stage, error)
+            self.refuse(ticket, ServerError(f"internal error in stage {ticket.stage}"))
+
+    # ---------------------------------------------------------------- the way out
+
+    def executed(self, batch: Batch) -> None:
+        """A batch has come back: answer every ticket whose last piece it held."""
+        now_s = self._clock.now_s()
+        self._statistics.batch_executed(batch)
+        to_commit: list[Ticket] = []
+        for piece in batch.pieces:
+            ticket = piece.ticket
+            if ticket.ending is not None:
+                continue  # the caller left, or another piece of it failed
+            ticket.batches += 1
+            ticket.batch_rows = batch.rows
+            ticket.run_s += batch.took_s
+            ticket.started_at_s = ticket.started_at_s or batch.started_at_s
+            ticket.executed_at_s = now_s
+            ticket.stage = "run"
+            if piece.error is not None:
+                self.refuse(ticket, piece.error)
+                continue
+            assert piece.outputs is not None
+            ticket.pieces -= 1
+            ticket.parts.append((piece.first_row, piece.outputs))
+            if ticket.pieces == 0:
+                ticket.outputs = _assemble(ticket.parts)
+                if self._respond(ticket):
+                    to_commit.append(ticket)
+        if to_commit:
+            self._commit_then_send(to_commit)
+
+    def _respond(self, ticket: Ticket) -> bool:
+        """Encode and send; True when the answer has to wait for its record to be on disk."""
+        ticket.stage = "respond"
+        try:
+            ticket.call.encode(ticket)
+        except HeadraceError as error:
+            self.refuse(ticket, error)
+            return False
+        assert ticket.endpoint is not None
+        if ticket.endpoint.spec.records.durability == "strict":
+            return True
+        self.finish(ticket, Ending.ANSWERED if ticket.call.send() else Ending.ABANDONED)
+        return False
+
+    def _commit_then_send(self, tickets: list[Ticket]) -> None:
+        """Strict durability: one write and one sync for all of them, then the answers; a send that fails after the
+        commit is written down as an amendment."""
+        records = [self._record(ticket, Ending.ANSWERED) for ticket in tickets]
+
+        def committed(is_on_disk: bool) -> None:
+            for ticket, record in zip(tickets, records, strict=True):
+                if ticket.ending is not None:
+                    if is_on_disk:
+                        self._amend(record, ticket.ending)
+                elif not is_on_disk:
+                    self.refuse(ticket, RecordsUnavailable("the record of this request could not be written to disk"))
+                elif ticket.call.send():
+                    self._end(ticket, Ending.ANSWERED, record, is_written=True)
+                else:
+                    self._end(ticket, Ending.ABANDONED, record, is_written=True)
+                    self._amend(record, Ending.ABANDONED)
+
+        self._sink.commit(records, committed)
+
+    def _amend(self, record: Record, ending: Ending) -> None:
+        self._sink.write([Amendment(record.request_id, self._clock.unix_s(), ending.value, "send_failed")])
+
+    # ---------------------------------------------------------------- the end
+
+    def refuse(self, ticket: Ticket, error: HeadraceError) -> None:
+        """End a ticket with an error: tell its caller and write it down."""
+        ticket.error = error
+        ticket.outputs = None
+        ticket.call.encode(ticket)
+        self.finish(ticket, error.ending if ticket.call.send() else Ending.ABANDONED)
+
+    def refused_at_front(self, error: HeadraceError) -> None:
+        """Count a request that the protocol front refused before it was complete; the front has told the caller."""
+        ticket = Ticket(BrokenCall(error), "", "", self._clock.now_s())
+        ticket.error = error
+        ticket.status = error.http_status
+        self._unknown.received()
+        self.admission.tickets_open += 1
+        self.finish(ticket, error.ending)
+
+    def abandon(self, ticket: Ticket) -> None:
+        """The caller has gone: forget what waits; what already runs comes back and is ignored."""
+        if ticket.ending is None:
+            self.finish(ticket, Ending.ABANDONED)
+
+    def finish(self, ticket: Ticket, ending: Ending) -> None:
+        """Close a ticket.
+
+        **Invariant**: called at most once per ticket, and the only way that one closes (tests/promises/test_one_ending.py).
+        """
+        self._end(ticket, ending, self._record(ticket, ending), is_written=False)
+
+    def _end(self, ticket: Ticket, ending: Ending, record: Record, *, is_written: bool) -> None:
+        assert ticket.ending is None, f"request {ticket.request_id} ended twice"
+        ticket.ending = ending
+        (ticket.endpoint.ledger if ticket.endpoint is not None else self._unknown).ended(ending)
+        self.admission.tickets_open -= 1
+        replica = ticket.replica
+        if replica is not None:
+            replica.tickets_open -= 1
+            if ticket.pieces:
+                replica.forget(ticket)
+            self._statistics.request_ended(ticket)
+        if record.ending != ending.value:
+            record = self._record(ticket, ending)
+        self._records.append(record)
+        if not is_written:
+            self._sink.write((record,))
+        if not self._is_flush_due:
+            # Metrics are folded once per loop turn, for all requests that ended in it.
+            self._is_flush_due = True
+            self._loop.call_soon(self._flush)
+        self.admission.note_idle()
+
+    def _flush(self) -> None:
+        self._is_flush_due = False
+        records, self._records = self._records, []
+        self._fold.fold(records)
+
+    def _record(self, ticket: Ticket, ending: Ending) -> Record:
+        return make_record(ticket, ending, self._clock, self.snapshot_id, self._worker)
+
+
+def _assemble(parts: list[tuple[int, list[Array]]]) -> list[Array]:
+    """Put the pieces of a many-row answer together, in row order."""
+    if len(parts) == 1:
+        return parts[0][1]
+    parts.sort(key=lambda part: part[0])
+    return [np.concatenate(column) for column in zip(*(outputs for _, outputs in parts), strict=True)]

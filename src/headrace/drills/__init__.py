@@ -1,0 +1,1 @@
+"""Load generation and proofs that a user can run."""

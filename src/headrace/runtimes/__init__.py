@@ -1,0 +1,1 @@
+"""Adapters that execute models; see `headrace.ports.Runtime`."""

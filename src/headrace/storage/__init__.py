@@ -1,0 +1,1 @@
+"""Where things are kept: record segments on disk, the same in memory."""

@@ -1,0 +1,1 @@
+"""What Headrace says about itself: metrics, and the slots they live in."""

@@ -1,0 +1,1 @@
+"""Helpers for tests of Headrace and of what is built on it."""
