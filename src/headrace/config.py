@@ -2,14 +2,37 @@
 
 `SETTINGS` is the one list: the loader, `headrace config explain`, the flags of `headrace serve` and
 `docs/reference/settings.md` are made from it. The environment is read here and nowhere else.
+
+    defaults  <  headrace.yaml (or .toml)  <  HEADRACE_<NAME>  <  flags
+
+`load` merges the four, remembers where each value came from, and reports every problem at once. The file is one
+thing although it is long: what a setting is, how its text is read and who may set it must not drift apart.
 """
 
-from dataclasses import dataclass
+import difflib
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
 
+from headrace.errors import ConfigError
+from headrace.snapshot import (
+    BatchingPolicy,
+    Contract,
+    NonFinitePolicy,
+    RecordPolicy,
+    RuntimeOptions,
+    Slo,
+)
+
 Unit = Literal["", "seconds", "bytes", "requests", "connections", "levels", "threads", "processes"]
+
+CONFIG_NAMES: Final = ("headrace.yaml", "headrace.yml", "headrace.toml")
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,20 +93,585 @@ SETTINGS: Final[tuple[Setting, ...]] = (
     Setting("admin_port", "", 0, 65535, False, "Port of metrics, health and administration; 0 takes a free one."),
     Setting("workers", "processes", 0, 256, False, "Worker processes; 0 takes cores ÷ threads."),
     Setting("threads", "threads", 0, 256, False, "Threads that one model run may use; 0 takes cores ÷ workers."),
-    Setting("tls_cert", "", None, None, False, "Certificate chain (PEM); with tls_key it turns the HTTP port into HTTPS."),
+    Setting(
+        "tls_cert", "", None, None, False, "Certificate chain (PEM); with tls_key it turns the HTTP port into HTTPS."
+    ),
     Setting("tls_key", "", None, None, False, "Private key (PEM) of tls_cert."),
     Setting("header_bytes_max", "bytes", 1024, 1 << 20, False, "Most bytes of request line and headers; more is 431."),
-    Setting("body_bytes_max", "bytes", 1024, 1 << 31, False, "Most bytes of a body, as sent and decompressed; more is 413."),
+    Setting(
+        "body_bytes_max", "bytes", 1024, 1 << 31, False, "Most bytes of a body, as sent and decompressed; more is 413."
+    ),
     Setting("json_depth_max", "levels", 4, 1000, False, "Deepest nesting of a JSON body; deeper is 400."),
     Setting("connections_max", "connections", 1, 1 << 20, False, "Most open connections per worker; more get 503."),
-    Setting("pipelined_requests_max", "requests", 1, 10_000, False, "Most unanswered requests on one connection before it is read no further."),
+    Setting(
+        "pipelined_requests_max",
+        "requests",
+        1,
+        10_000,
+        False,
+        "Most unanswered requests on one connection before it is read no further.",
+    ),
     Setting("idle_s_max", "seconds", 0.1, 86_400, False, "Longest time a kept-alive connection may be silent."),
-    Setting("header_s_max", "seconds", 0.1, 3_600, False, "Longest time from a request's first byte to the end of its headers."),
-    Setting("body_s_max", "seconds", 0.1, 86_400, False, "Longest time from the end of the headers to the end of the body."),
+    Setting(
+        "header_s_max",
+        "seconds",
+        0.1,
+        3_600,
+        False,
+        "Longest time from a request's first byte to the end of its headers.",
+    ),
+    Setting(
+        "body_s_max", "seconds", 0.1, 86_400, False, "Longest time from the end of the headers to the end of the body."
+    ),
     Setting("write_s_max", "seconds", 0.1, 86_400, False, "Longest time a reader may take nothing of its answer."),
-    Setting("drain_s_max", "seconds", 0, 86_400, False, "Longest time that a stopping worker finishes requests in flight."),
-    Setting("run_s_max", "seconds", 0.1, 86_400, False, "Longest time of one model run; a worker stuck longer is replaced."),
-    Setting("memory_bytes_max", "bytes", 0, 1 << 50, False, "Resident memory above which a worker is drained and replaced; 0 is no limit."),
-    Setting("records_bytes_max", "bytes", 1 << 20, 1 << 50, False, "Disk space that record segments may take per worker; the oldest go first."),
-    Setting("records_flush_s", "seconds", 0.001, 10, False, "Longest time a buffered record waits before it is written."),
+    Setting(
+        "drain_s_max", "seconds", 0, 86_400, False, "Longest time that a stopping worker finishes requests in flight."
+    ),
+    Setting(
+        "run_s_max", "seconds", 0.1, 86_400, False, "Longest time of one model run; a worker stuck longer is replaced."
+    ),
+    Setting(
+        "memory_bytes_max",
+        "bytes",
+        0,
+        1 << 50,
+        False,
+        "Resident memory above which a worker is drained and replaced; 0 is no limit.",
+    ),
+    Setting(
+        "records_bytes_max",
+        "bytes",
+        1 << 20,
+        1 << 50,
+        False,
+        "Disk space that record segments may take per worker; the oldest go first.",
+    ),
+    Setting(
+        "records_flush_s", "seconds", 0.001, 10, False, "Longest time a buffered record waits before it is written."
+    ),
 )
+
+BY_NAME: Final[dict[str, Setting]] = {setting.name: setting for setting in SETTINGS}
+
+
+class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One entry of `models:`, or the model named on the command line.
+
+    Attributes:
+        path: Absolute path of the artefact or of a folder of models or versions.
+        name: In the URL; empty takes the name found at the path.
+        version: The only version to serve; empty serves all that are found.
+        default_version: Serves requests that name no version; empty leaves the choice to `control_plane.publish`.
+        labels: Class labels; empty takes a `labels.txt` beside the artefact.
+        origin: Where the entry was written, for messages.
+    """
+
+    path: str
+    name: str = ""
+    version: str = ""
+    default_version: str = ""
+    slo: Slo | None = None
+    contract: Contract = Contract()
+    records: RecordPolicy = RecordPolicy()
+    batching: BatchingPolicy = BatchingPolicy()
+    runtime: RuntimeOptions = RuntimeOptions()
+    nonfinite: NonFinitePolicy = "error"
+    labels: tuple[str, ...] = ()
+    origin: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """All that was read.
+
+    Attributes:
+        settings: Values in force.
+        origins: By setting: `default`, `headrace.yaml:3`, `HEADRACE_WORKERS` or `--workers`. `home` has one too.
+        models: What shall be served, in the order written.
+        home: State folder.
+        file: The configuration file, None when there is none.
+        notices: Things the operator should know that are no errors.
+    """
+
+    settings: Settings
+    origins: Mapping[str, str]
+    models: tuple[ModelEntry, ...]
+    home: Path
+    file: Path | None
+    notices: tuple[str, ...] = ()
+
+
+# ---------------------------------------------------------------------------------------------- reading one value
+
+_SECONDS: Final = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_BYTES: Final = {
+    "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
+    "ki": 2**10, "kib": 2**10, "mi": 2**20, "mib": 2**20, "gi": 2**30, "gib": 2**30, "ti": 2**40, "tib": 2**40,
+}  # fmt: skip
+_QUANTITY: Final = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Zµ]*)\s*")
+
+
+def parse_seconds(text: str) -> float:
+    """Read `50ms`, `2s`, `1.5m` or a plain number of seconds.
+
+    Raises:
+        ValueError: With what is accepted.
+    """
+    return _quantity(text, {"": 1.0, **_SECONDS}, "a duration such as 50ms, 2s or 1.5m")
+
+
+def parse_bytes(text: str) -> int:
+    """Read `64MiB`, `10MB`, `512k` or a plain number of bytes.
+
+    Raises:
+        ValueError: With what is accepted.
+    """
+    return int(_quantity(text, {"": 1, **_BYTES}, "a size such as 64MiB, 10MB or a number of bytes"))
+
+
+def _quantity(text: str, factors: Mapping[str, float], accepted: str) -> float:
+    match = _QUANTITY.fullmatch(text)
+    factor = factors.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise ValueError(f"{text!r} is not {accepted}")
+    return float(match[1].replace("_", "")) * factor
+
+
+def parse_slo(text: str) -> Slo:
+    """Read `p99=50ms` or `p99.9=1s`.
+
+    Raises:
+        ValueError: With what is accepted.
+    """
+    match = re.fullmatch(r"\s*p([0-9]{1,2}(?:\.[0-9]+)?)\s*[=<]\s*(\S+)\s*", text)
+    accepted = "a quantile and a duration, such as p99=50ms or p99.9=1s"
+    if match is None:
+        raise ValueError(f"{text!r} is not {accepted}")
+    try:
+        threshold_s = parse_seconds(match[2])
+    except ValueError:
+        raise ValueError(f"{text!r} is not {accepted}") from None
+    quantile = float(match[1]) / 100
+    if not 0 < quantile < 1 or not 0 < threshold_s < 86_400:
+        raise ValueError(f"{text!r} is out of range; accepted: above p0, and more than 0 s but less than a day")
+    return Slo(quantile=round(quantile, 9), threshold_s=threshold_s)
+
+
+def read_value(setting: Setting, value: object) -> Any:
+    """Read one value from a file, the environment or a flag.
+
+    Raises:
+        ValueError: With the value seen and what is accepted.
+    """
+    kind = type(setting.default)
+    if kind is str:
+        if not isinstance(value, str):
+            raise ValueError(f"{value!r} is not text")
+        return value
+    number = _number(setting, value)
+    if kind is int and number != int(number):
+        raise ValueError(f"{value!r} is not a whole number")
+    if (setting.least is not None and number < setting.least) or (setting.most is not None and number > setting.most):
+        raise ValueError(f"{value!r} is out of range; accepted: {setting.least:g} to {setting.most:,.15g}")
+    return kind(number)
+
+
+def _number(setting: Setting, value: object) -> float:
+    # bool is an int in Python; `workers: yes` must not mean one worker.
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if value != value:
+            raise ValueError("nan is not a number that can be used")
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not a number")
+    if setting.unit == "seconds":
+        return parse_seconds(value)
+    if setting.unit == "bytes":
+        return parse_bytes(value)
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"{value!r} is not a whole number") from None
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A ` (did you mean …?)` for an unknown word; empty when nothing is close."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+# ------------------------------------------------------------------------------------------------ reading the file
+
+
+class _Lines:
+    """Lines of a file by key path; YAML says them, TOML is searched."""
+
+    def __init__(self, name: str, lines: dict[tuple[str | int, ...], int]) -> None:
+        self.name = name
+        self._lines = lines
+
+    def at(self, *path: str | int) -> str:
+        """`headrace.yaml:3`, or just the name when the line is not known."""
+        line = self._lines.get(path)
+        return self.name if line is None else f"{self.name}:{line}"
+
+
+def _read_file(path: Path) -> tuple[dict[str, Any], _Lines]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: cannot be read: {error}; accepted: a YAML or TOML file"]) from error
+    content, lines = _parse_toml(path, text) if path.suffix == ".toml" else _parse_yaml(path, text)
+    if content is None:
+        content = {}
+    if not isinstance(content, dict):
+        raise ConfigError(
+            [f"{path.name}: holds a {type(content).__name__}; accepted: a mapping with `server:` and `models:`"]
+        )
+    return content, lines
+
+
+def _parse_yaml(path: Path, text: str) -> tuple[Any, _Lines]:
+    import yaml  # late: 30 ms that only those with a file pay
+
+    lines: dict[tuple[str | int, ...], int] = {}
+    repeated: list[str] = []
+
+    def walk(node: yaml.Node, at: tuple[str | int, ...]) -> None:
+        lines.setdefault(at, node.start_mark.line + 1)
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                place = (*at, str(key.value))
+                if place in lines:
+                    repeated.append(f"{path.name}:{key.start_mark.line + 1}: {key.value} is given twice; keep one")
+                lines[place] = key.start_mark.line + 1
+                walk(value, place)
+        elif isinstance(node, yaml.SequenceNode):
+            for index, value in enumerate(node.value):
+                walk(value, (*at, index))
+
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is not None:
+            walk(node, ())
+        content = loader.construct_document(node) if node is not None else None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = path.name if mark is None else f"{path.name}:{mark.line + 1}"
+        raise ConfigError([f"{place}: is not YAML: {getattr(error, 'problem', None) or error}"]) from error
+    finally:
+        loader.dispose()
+    if repeated:
+        raise ConfigError(repeated)
+    return content, _Lines(path.name, lines)
+
+
+def _parse_toml(path: Path, text: str) -> tuple[Any, _Lines]:
+    import tomllib
+
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError([f"{path.name}: is not TOML: {error}"]) from error
+    # tomllib keeps no positions; the first line that starts with the key is right for all but exotic files.
+    lines: dict[tuple[str | int, ...], int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if match := re.match(r"\s*([\w-]+)\s*=", line):
+            lines.setdefault(("server", match[1]), number)
+    return content, _Lines(path.name, lines)
+
+
+# ----------------------------------------------------------------------------------------------------- the loader
+
+
+@dataclass(slots=True)
+class _Merge:
+    """Values collected so far, later sources over earlier ones."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+
+    def take(self, setting: Setting, value: object, place: str, label: str) -> None:
+        """Read one value; a wrong one becomes a problem at its place."""
+        try:
+            self.values[setting.name] = read_value(setting, value)
+            self.origins[setting.name] = place
+        except ValueError as error:
+            self.problems.append(f"{place}: {label}: {error}" if label != place else f"{place}: {error}")
+
+
+def load(
+    source: str | None = None,
+    *,
+    flags: Mapping[str, object] | None = None,
+    environment: Mapping[str, str] | None = None,
+    config: str | None = None,
+    name: str = "",
+    slo: str = "",
+    home: str | None = None,
+    folder: Path | None = None,
+) -> Configuration:
+    """Merge all sources.
+
+    Args:
+        source: A model file, a folder, or a configuration file; None takes the configuration file's `models:`.
+        flags: Values given as flags, by setting name; None values count as not given.
+        environment: None takes the process's.
+        config: Configuration file; None looks for `headrace.yaml` in the source folder, then in the working folder.
+        name: Endpoint name; only with one model.
+        slo: Objective for every model, as `p99=50ms`.
+        home: State folder; None takes `HEADRACE_HOME`, else `.headrace`.
+        folder: Working folder; None takes the process's.
+
+    Raises:
+        headrace.errors.ConfigError: With every problem that was found.
+    """
+    environment = os.environ if environment is None else environment
+    folder = Path.cwd() if folder is None else folder
+    merge = _Merge(origins={setting.name: "default" for setting in SETTINGS})
+    file, model_path = _which_file(source, config or environment.get("HEADRACE_CONFIG"), folder)
+    entries: list[ModelEntry] = []
+    if file is not None:
+        content, lines = _read_file(file)
+        _take_file(merge, content, lines)
+        entries = _entries(merge, content.get("models"), lines, file.parent)
+    _take_environment(merge, environment)
+    for key, value in (flags or {}).items():
+        if value is not None:
+            merge.take(BY_NAME[key], value, flag_name(key), flag_name(key))
+    if model_path is not None:
+        if entries:
+            merge.notices.append(f"serving {source} only; the models: of {file} are left out")
+        entries = [ModelEntry(path=str(model_path), origin=str(source))]
+    entries = _with_flags(merge, entries, name, slo)
+    _check_together(merge)
+    if merge.problems:
+        raise ConfigError(merge.problems)
+    chosen = home or environment.get("HEADRACE_HOME") or ".headrace"
+    merge.origins["home"] = "--home" if home else "HEADRACE_HOME" if environment.get("HEADRACE_HOME") else "default"
+    return Configuration(
+        settings=Settings(**merge.values),
+        origins=merge.origins,
+        models=tuple(entries),
+        home=(folder / Path(chosen).expanduser()).absolute(),
+        file=file,
+        notices=tuple(merge.notices),
+    )
+
+
+def flag_name(name: str) -> str:
+    """`--http-port` for `http_port`."""
+    return "--" + name.replace("_", "-")
+
+
+def _which_file(source: str | None, config: str | None, folder: Path) -> tuple[Path | None, Path | None]:
+    """The configuration file and the model path, either of which may be missing."""
+    path = None if source is None else folder / Path(source).expanduser()
+    if path is not None and path.suffix in (".yaml", ".yml", ".toml"):
+        return path.absolute(), None
+    if path is not None and path.is_dir() and config is None:
+        for name in CONFIG_NAMES:
+            if (path / name).is_file():
+                return (path / name).absolute(), None
+    model_path = None if path is None else path.absolute()
+    if config is not None:
+        return (folder / Path(config).expanduser()).absolute(), model_path
+    for name in CONFIG_NAMES:
+        if (folder / name).is_file():
+            return (folder / name).absolute(), model_path
+    return None, model_path
+
+
+def _take_file(merge: _Merge, content: dict[str, Any], lines: _Lines) -> None:
+    for key in content:
+        if key not in ("server", "models"):
+            hint = nearest(str(key), ["server", "models", *BY_NAME])
+            merge.problems.append(f"{lines.at(key)}: unknown section {key!r}{hint}; accepted: server, models")
+    server = content.get("server") or {}
+    if not isinstance(server, dict):
+        merge.problems.append(f"{lines.at('server')}: server: holds {server!r}; accepted: a mapping of settings")
+        return
+    for key, value in server.items():
+        setting = BY_NAME.get(str(key))
+        if setting is None:
+            merge.problems.append(
+                f"{lines.at('server', str(key))}: unknown setting {key!r}{nearest(str(key), BY_NAME)}"
+            )
+        else:
+            merge.take(setting, value, lines.at("server", str(key)), str(key))
+
+
+def _take_environment(merge: _Merge, environment: Mapping[str, str]) -> None:
+    for key, value in sorted(environment.items()):
+        if not key.startswith("HEADRACE_") or key in ("HEADRACE_HOME", "HEADRACE_CONFIG"):
+            continue
+        name = key.removeprefix("HEADRACE_").lower()
+        if name in BY_NAME:
+            merge.take(BY_NAME[name], value, key, key)
+        # Kubernetes puts HEADRACE_PORT=tcp://… and HEADRACE_SERVICE_PORT… into every pod beside a Service named
+        # headrace; only what looks like a slip of the pen is a problem, the rest belongs to somebody else.
+        elif "://" not in value and "_service_" not in f"_{name}_" and not re.search(r"port_\d+_", name):
+            close = difflib.get_close_matches(name, list(BY_NAME), n=1, cutoff=0.8)
+            if close:
+                merge.problems.append(f"{key}: unknown setting (did you mean HEADRACE_{close[0].upper()}?)")
+
+
+def _entries(merge: _Merge, models: object, lines: _Lines, folder: Path) -> list[ModelEntry]:
+    if models is None:
+        return []
+    if not isinstance(models, list):
+        merge.problems.append(f"{lines.at('models')}: models: holds {models!r}; accepted: a list of entries with path:")
+        return []
+    entries = []
+    for index, raw in enumerate(models):
+        entry = _entry(merge, raw, lines, index, folder)
+        if entry is not None:
+            entries.append(entry)
+    seen: dict[str, str] = {}
+    for entry in entries:
+        if entry.name and entry.name in seen:
+            merge.problems.append(f"{entry.origin}: name {entry.name!r} is taken by {seen[entry.name]}; use another")
+        seen.setdefault(entry.name, entry.origin)
+    return entries
+
+
+_ENTRY_KEYS: Final = tuple(name for name in ModelEntry.__struct_fields__ if name != "origin")
+_ENTRY_TYPES: Final[dict[str, Any]] = {
+    "contract": Contract,
+    "records": RecordPolicy,
+    "batching": BatchingPolicy,
+    "runtime": RuntimeOptions,
+    "nonfinite": NonFinitePolicy,
+    "labels": tuple[str, ...],
+    "name": str,
+}
+
+
+def _entry(merge: _Merge, raw: object, lines: _Lines, index: int, folder: Path) -> ModelEntry | None:
+    place = lines.at("models", index)
+    if isinstance(raw, str):
+        raw = {"path": raw}
+    if not isinstance(raw, dict):
+        merge.problems.append(f"{place}: models[{index}] is {raw!r}; accepted: a mapping with path:")
+        return None
+    before = len(merge.problems)
+    values: dict[str, Any] = {"origin": place}
+    for key, value in raw.items():
+        try:
+            values[key] = _entry_value(str(key), value, folder)
+        except KeyError:
+            merge.problems.append(
+                f"{lines.at('models', index, str(key))}: unknown key {key!r}{nearest(str(key), _ENTRY_KEYS)}"
+            )
+        except (ValueError, msgspec.ValidationError) as error:
+            merge.problems.append(f"{lines.at('models', index, str(key))}: {key}: {_readable(str(key), error)}")
+    if "path" not in raw:
+        merge.problems.append(f"{place}: models[{index}] has no path; accepted: path: of a model file or folder")
+    return ModelEntry(**values) if len(merge.problems) == before else None
+
+
+def _entry_value(key: str, value: object, folder: Path) -> Any:
+    if key == "path":
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"{value!r} is not a path")
+        return str((folder / Path(value).expanduser()).absolute())
+    if key == "slo":
+        if not isinstance(value, str):
+            raise ValueError(f"{value!r} is not an objective such as p99=50ms")
+        return parse_slo(value)
+    if key in ("version", "default_version"):
+        # `version: 3` is a number in YAML and a name to us; 1.10 would already have lost its zero.
+        if isinstance(value, bool | float) or not isinstance(value, str | int):
+            raise ValueError(f"{value!r} is not a version; put it in quotes")
+        return str(value)
+    if key == "name" and isinstance(value, str) and not valid_name(value):
+        raise ValueError(f"{value!r} is not a name; accepted: letters, digits, - _ . and no /")
+    if key == "batching" and isinstance(value, dict) and isinstance(value.get("delay_s"), str):
+        value = {**value, "delay_s": parse_seconds(value["delay_s"])}
+    return msgspec.convert(value, _ENTRY_TYPES[key])
+
+
+def valid_name(name: str) -> bool:
+    """True when the name can stand in a URL path and in a metric label without quoting."""
+    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name) is not None
+
+
+def _readable(key: str, error: Exception) -> str:
+    """Turn msgspec's `Expected `int`, got `str` - at `$.fields[0].min`` into the path a reader of the file knows."""
+    text = str(error)
+    if match := re.fullmatch(r"(.*?)(?: - at `\$\.?(.*)`)?", text, re.S):
+        text = match[1].replace("`", "") + (f" at {key}.{match[2]}" if match[2] else "")
+        if unknown := re.search(r"unknown field (\S+)", match[1]):
+            text += nearest(unknown[1].strip("`"), _known_fields(key))
+    return text
+
+
+def _known_fields(key: str) -> Iterable[str]:
+    from headrace.snapshot import FieldContract, InputContract
+
+    kinds = [_ENTRY_TYPES[key], *((InputContract, FieldContract) if key == "contract" else ())]
+    return [name for kind in kinds for name in kind.__struct_fields__]
+
+
+def _with_flags(merge: _Merge, entries: list[ModelEntry], name: str, slo: str) -> list[ModelEntry]:
+    if name:
+        if not valid_name(name):
+            merge.problems.append(f"--name: {name!r} is not a name; accepted: letters, digits, - _ . and no /")
+        elif len(entries) != 1:
+            merge.problems.append(f"--name: {len(entries)} models are configured; accepted: with exactly one")
+        else:
+            entries = [msgspec.structs.replace(entries[0], name=name)]
+    if slo:
+        try:
+            objective = parse_slo(slo)
+            entries = [msgspec.structs.replace(entry, slo=objective) for entry in entries]
+        except ValueError as error:
+            merge.problems.append(f"--slo: {error}")
+    return entries
+
+
+def _check_together(merge: _Merge) -> None:
+    """Rules that concern two settings."""
+    settings = Settings(**merge.values)
+    if bool(settings.tls_cert) != bool(settings.tls_key):
+        given, missing = ("tls_cert", "tls_key") if settings.tls_cert else ("tls_key", "tls_cert")
+        merge.problems.append(f"{merge.origins[given]}: {given} is set without {missing}; accepted: both or neither")
+    for name in ("tls_cert", "tls_key"):
+        path = getattr(settings, name)
+        if path and not os.access(path, os.R_OK):
+            merge.problems.append(f"{merge.origins[name]}: {name}: {path!r} cannot be read; accepted: a PEM file")
+    if settings.http_port == settings.admin_port != 0:
+        merge.problems.append(
+            f"{merge.origins['admin_port']}: admin_port: {settings.admin_port} is http_port too; accepted: another port"
+        )
+
+
+def divide_cores(settings: Settings, cores: int) -> tuple[int, int]:
+    """Workers and threads per run, so that workers × threads = cores unless both are given.
+
+    Args:
+        settings: Of which 0 means: choose.
+        cores: That this process may use.
+
+    Returns:
+        Workers and threads, each at least 1.
+    """
+    if settings.workers and settings.threads:
+        return settings.workers, settings.threads
+    if settings.workers:
+        return settings.workers, max(1, cores // settings.workers)
+    threads = settings.threads or 1
+    return max(1, cores // threads), threads
+
+
+def usable_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Cores this process may use: its affinity, and the control group's quota where there is one."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    try:
+        quota, period = quota_file.read_text().split()[:2]
+        return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):
+        return cores

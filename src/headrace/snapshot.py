@@ -92,12 +92,12 @@ class BatchingPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     Attributes:
         policy: `priced`, `greedy`, `fixed_delay`, `aimd` or `cork`.
         rows_max: Largest batch; None lets the load-time measurement choose.
-        delay_s: For `fixed_delay`: how long the oldest request waits for others, seconds.
+        delay_s: For `fixed_delay`: how long the oldest request waits for others, seconds; None takes the policy's own.
     """
 
     policy: Literal["priced", "greedy", "fixed_delay", "aimd", "cork"] = "priced"
     rows_max: int | None = None
-    delay_s: float = 0.0
+    delay_s: float | None = None
 
 
 class RuntimeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

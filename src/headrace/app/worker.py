@@ -13,11 +13,13 @@ be replaced.
 import argparse
 import asyncio
 import gc
+import importlib
 import os
 import signal
 import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -38,14 +40,16 @@ from headrace.data_plane.plane import Plane
 from headrace.data_plane.statistics import ModelStatistics
 from headrace.errors import ConfigError, ModelFailed, RequestError
 from headrace.home import Home, write_atomically
+from headrace.ports import Runtime, RuntimeLoader
 from headrace.report import WorkerReport, WorkerState
-from headrace.runtimes import onnx
-from headrace.snapshot import Snapshot
+from headrace.snapshot import RuntimeOptions, Snapshot, VersionSpec
 from headrace.storage.segments import SegmentWriter
 from headrace.telemetry.logs import log
 from headrace.telemetry.metrics import RecordFold
 from headrace.telemetry.slots import SlotValues, SlotWriter, peek_connections, read_slots
-from headrace.testing import sleep_runtime
+
+RUNTIMES: Final = {"onnx": "headrace.runtimes.onnx", "sleep": "headrace.testing.sleep_runtime"}
+"""Adapter by name; imported when its first model is loaded, so that a worker carries only what it uses."""
 
 TICK_S: Final = 0.25
 """How often a worker looks for a new snapshot, beats its heart and enforces time limits of connections."""
@@ -94,24 +98,25 @@ class Worker:
 
         # Open in order: counters first, because everything counts; then where records go; then the path; last the door.
         slots = self._slots = SlotWriter.open(home.slots_file(self._number), clock=clock)
+        self._gauges = WorkerGauges(slots, self._number)
         fold = RecordFold(slots)
         self._sink = sink = SegmentWriter(
-            home.records_folder(self._number), settings, loop.call_soon_threadsafe, clock, fold.records_ended
-        )
-        self._gauges = WorkerGauges(slots, self._number)
+            home.records_folder(self._number), settings, loop.call_soon_threadsafe, clock,
+            self._gauges.count_records, worker=self._number,
+        )  # fmt: skip
         admission = self._admission = Admission()
         pipeline = self._pipeline = Pipeline(
             loop, clock, self._number, admission, slots.ledger(UNKNOWN_ENDPOINT), sink, fold,
             ModelStatistics(slots, clock),
         )  # fmt: skip
-        loaders = {"onnx": onnx.load, "sleep": sleep_runtime.load}
+        loaders: dict[str, RuntimeLoader] = {name: partial(_load_with, module) for name, module in RUNTIMES.items()}
         self._plane = Plane(
             loop, clock, pipeline, slots, loaders, settings.threads, settings.json_depth_max,
             home.run / "load.lock", self._plane_changed,
         )  # fmt: skip
         router = self._router = Router(loop, clock, pipeline, self._is_ready, self._read_all_slots)
         self._front = HttpFront(settings, router, clock)
-        tls = tls_context(Path(settings.tls_cert), Path(settings.tls_key)) if settings.tls_cert else None
+        tls = tls_context(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
         self._listener = Listener(self._listening, self._front, tls, self._fewest_connections)
         self._watch_gc()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -305,6 +310,12 @@ class Worker:
         self._state = "stopped"
         self._write_report()
         self._slots.close()
+
+
+def _load_with(module: str, version: VersionSpec, options: RuntimeOptions, threads: int) -> Runtime:
+    """Load through an adapter module; runs on the loader thread, which also pays for the import."""
+    loader: RuntimeLoader = importlib.import_module(module).load
+    return loader(version, options, threads)
 
 
 def process_start_unix_s() -> float:

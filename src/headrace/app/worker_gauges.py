@@ -23,9 +23,18 @@ class WorkerGauges:
         self._cpu = self._meter.counter("cpu_seconds_total", self._worker)
         self._memory = self._meter.gauge("memory_bytes", self._worker)
         self._is_writable = self._meter.gauge("records_writable")
+        self._records = {
+            "written": self._meter.counter("records_total", "written"),
+            "dropped": self._meter.counter("records_total", "dropped"),
+            "segments_removed": self._meter.counter("record_segments_removed_total"),
+        }
         self._cpu_before_s = 0.0
         self._seen: set[Cell] = set()
         self._snapshot_id = ""
+
+    def count_records(self, outcome: str, count: int) -> None:
+        """Count what became of records: `written`, `dropped`, or `segments_removed`."""
+        self._records[outcome].add(count)
 
     def update(self, plane: Plane, is_writable: bool, snapshot_id: str) -> None:
         """Write the present values."""

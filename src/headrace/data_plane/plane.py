@@ -69,8 +69,8 @@ class Plane:
         self._load_lock = load_lock
         self._changed = changed
         self.executor = ThreadExecutor(loop, clock)
-        self._inline_lane = Lane(loop, clock, InlineExecutor(clock), pipeline.executed, pipeline.refuse)
-        self._thread_lane = Lane(loop, clock, self.executor, pipeline.executed, pipeline.refuse)
+        self.inline_lane = Lane(loop, clock, InlineExecutor(clock), pipeline.executed, pipeline.refuse)
+        self.thread_lane = Lane(loop, clock, self.executor, pipeline.executed, pipeline.refuse)
         self._draining: list[Replica] = []
         self.is_ready = False
         self.warm_snapshot_id = ""
@@ -138,7 +138,7 @@ class Plane:
             log("error", "model not loaded", endpoint=endpoint.name, version=version.version, reason=error.message)
             self._changed()
             return
-        lane = self._inline_lane if is_cheap(model.trial) else self._thread_lane
+        lane = self.inline_lane if is_cheap(model.trial) else self.thread_lane
         replica = Replica(endpoint.spec, version, model, lane, self._json_depth_max)
         old = endpoint.replicas.get(version.version)
         previous_default = endpoint.default
@@ -243,8 +243,8 @@ class Plane:
 
     def close(self) -> None:
         """Stop the lanes, then give every model back."""
-        self._inline_lane.close()
-        self._thread_lane.close()
+        self.inline_lane.close()
+        self.thread_lane.close()
         for endpoint in self.endpoints.values():
             for replica in _all_replicas(endpoint):
                 replica.close()

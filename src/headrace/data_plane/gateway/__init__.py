@@ -1,0 +1,1 @@
+"""Protocols at the edge of the data plane."""

@@ -1,0 +1,407 @@
+"""One HTTP/1.1 connection: bytes in, requests out; answers in, bytes out, in the order of the requests.
+
+This file is one thing, the life of a connection: what the transport calls, the pump, and leaving. A request passes
+
+    data_received → reader.feed (whole requests go to _parsed) → _dispatch → _pipeline → handler.handle(exchange)
+    exchange.send → answer_ready → _flush (ready answers at the head of _pipeline, one write)
+
+`_pump` is the one loop that dispatches, flushes and feeds on, and it never runs inside itself: handlers may answer from
+within `handle`, transports may call `pause_writing` from within `write`.
+"""
+
+import asyncio
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Final, cast
+
+from headrace.data_plane.gateway.http_compression import decompress, decompress_inline
+from headrace.data_plane.gateway.http_exchange import Exchange, Persistence, body_bytes
+from headrace.data_plane.gateway.http_reader import BODY, HEAD, IDLE, RequestReader
+from headrace.data_plane.gateway.http_reply import error_reply
+from headrace.errors import HeadraceError, RequestTimeout, ServerError, TooManyConnections
+
+if TYPE_CHECKING:
+    from headrace.data_plane.gateway.http import HttpFront
+
+__all__ = ["LINGER_S", "SLICE_BYTES", "Connection"]
+
+# The reader is fed this much at a time, except inside a body of known length: at 25 bytes for the shortest request, one
+# large read holds at most 81 requests beyond the bound on unanswered ones, and those wait undispatched.
+SLICE_BYTES: Final = 2048
+# After a refusal the connection is read on and thrown away for this long: closing with unread bytes makes the kernel
+# send a reset, and a reset can take the reply out of the caller's hands (RFC 9112 §9.6).
+LINGER_S: Final = 2.0
+# Requests dispatched in one go before the other connections have their turn.
+_TURN_REQUESTS: Final = 128
+_JOINED_BYTES_MAX: Final = 64 * 1024
+_BODILESS: Final = frozenset((204, 304))
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+_PERSISTENCE_LINES: Final = {
+    Persistence.KEEPS_10: b"connection: keep-alive\r\n",
+    Persistence.CLOSES: b"connection: close\r\n",
+    Persistence.REFUSES: b"connection: close\r\n",
+}
+
+
+class Connection(asyncio.Protocol):
+    """One connection of the front.
+
+    **Invariants**: an exchange is in `_parsed`, then in `_pipeline`, then finished, in the order of arrival; only those
+    in `_pipeline` have been handed over, at most `pipelined_requests_max` of them; once `_is_deaf`, no byte is parsed.
+
+    Concurrency: event loop only.
+    """
+
+    __slots__ = (
+        "_backlog",
+        "_bytes_taken",
+        "_bytes_written",
+        "_is_closed",
+        "_is_deaf",
+        "_is_pumping",
+        "_is_reading",
+        "_is_write_paused",
+        "_linger_until_s",
+        "_parsed",
+        "_pipeline",
+        "_reader",
+        "_since_s",
+        "_taken_at_s",
+        "_transport",
+        "front",
+    )
+
+    _transport: asyncio.Transport
+
+    def __init__(self, front: "HttpFront") -> None:
+        self.front = front
+        self._parsed: deque[Exchange] = deque()
+        self._pipeline: deque[Exchange] = deque()
+        self._reader = RequestReader(self, front.settings, front.clock, self._parsed)
+        self._backlog: memoryview | None = None  # read, not yet fed
+        self._since_s = 0.0  # when the reader's stage began; when idle, when the last answer left
+        self._is_deaf = False  # no more is parsed: a refusal, the last request, or the end
+        self._is_closed = False
+        self._is_pumping = False
+        self._is_reading = True
+        self._is_write_paused = False
+        self._linger_until_s = 0.0
+        self._bytes_written = 0
+        self._bytes_taken = 0
+        self._taken_at_s = 0.0
+
+    # ── What the transport calls ────────────────────────────────────────────────────────────────────────────────────
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's do not inherit from asyncio's
+        self._since_s = self._taken_at_s = self.front.clock.now_s()
+        if not self.front.admits(self):
+            most = self.front.settings.connections_max
+            self._refuse(TooManyConnections(f"{most} connections are open, which is the most", retry_after_s=1.0))
+            self._pump()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_deaf:
+            return
+        if self._backlog is not None:
+            self._backlog = memoryview(bytes(self._backlog) + data)
+        elif len(data) > SLICE_BYTES:
+            self._backlog = memoryview(data)
+        else:
+            self._feed(data)
+        self._pump()
+
+    def eof_received(self) -> bool:
+        # A caller that has stopped sending has, for this protocol, hung up: its unanswered requests are cancelled. What
+        # was answered before is in the transport's buffer, which `close` sends first.
+        self._abandon()
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._abandon()
+        self._is_closed = True
+        self.front.forget(self)
+
+    def pause_writing(self) -> None:
+        self._is_write_paused = True
+        self._steer_reading()
+
+    def resume_writing(self) -> None:
+        self._is_write_paused = False
+        self._pump()
+
+    # ── The pump ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def answer_ready(self, exchange: Exchange) -> None:
+        """An answer of this connection is complete; it leaves at once if it is its turn."""
+        if self._is_pumping or self._pipeline[0] is not exchange:
+            return
+        self._flush()
+        if self._parsed or self._backlog is not None or not self._is_reading:
+            self._pump()
+
+    def _pump(self) -> None:
+        """Dispatch what is parsed, write what is ready, parse what is left; until nothing moves.
+
+        Handlers that answer at once do so inside `_dispatch`; because of `_is_pumping` their answers wait for `_flush`,
+        which writes them together.
+        """
+        if self._is_pumping or self._is_closed:
+            return
+        self._is_pumping = True
+        pipeline, bound = self._pipeline, self.front.settings.pipelined_requests_max
+        turn = 0
+        try:
+            while True:
+                if self._parsed:
+                    turn += self._dispatch()
+                if pipeline and pipeline[0].is_ready:
+                    self._flush()
+                if self._is_closed or self._is_write_paused or len(pipeline) >= bound:
+                    break
+                if turn >= _TURN_REQUESTS and (self._parsed or self._backlog is not None):
+                    self.front.loop.call_soon(self._pump)
+                    break
+                if not self._parsed:
+                    if self._backlog is None:
+                        break
+                    self._feed_slice(self._backlog)
+        finally:
+            self._is_pumping = False
+        if self._parsed or self._backlog is not None or not self._is_reading or len(pipeline) >= bound:
+            self._steer_reading()
+
+    def _dispatch(self) -> int:
+        """Hand parsed requests over while the bound allows; returns how many left the queue."""
+        parsed, pipeline, front = self._parsed, self._pipeline, self.front
+        bound = front.settings.pipelined_requests_max
+        count = 0
+        while parsed and len(pipeline) < bound and not self._is_write_paused and count < _TURN_REQUESTS:
+            exchange = parsed.popleft()
+            pipeline.append(exchange)
+            count += 1
+            if exchange.error is not None:
+                self._tell(exchange, exchange.error)
+            elif exchange.coding:
+                self._decode(exchange)
+            else:
+                front.hand_over(exchange)
+        return count
+
+    def _tell(self, exchange: Exchange, error: HeadraceError) -> None:
+        """Answer a request that is never handed over, and have it counted."""
+        self.front.tell_refused(error)
+        exchange.send(*error_reply(error))
+
+    def _decode(self, exchange: Exchange) -> None:
+        bytes_max = self.front.settings.body_bytes_max
+        try:
+            body = decompress_inline(exchange.body, exchange.coding, bytes_max)
+        except HeadraceError as error:
+            self._tell(exchange, error)
+            return
+        if body is None:
+            work = partial(decompress, exchange.body, exchange.coding, bytes_max)
+            self.front.run_aside(work, partial(self._decoded, exchange))
+        else:
+            exchange.body = body
+            self.front.hand_over(exchange)
+
+    def _decoded(self, exchange: Exchange, result: bytes | BaseException) -> None:
+        # The place in the pipeline was kept. A caller who left meanwhile was never handed over: nothing to count.
+        if exchange.is_gone:
+            return
+        if isinstance(result, HeadraceError):
+            self._tell(exchange, result)
+        elif isinstance(result, BaseException):
+            self.front.report("a body could not be decompressed", result)
+            self._tell(exchange, ServerError("the body could not be decompressed here"))
+        else:
+            exchange.body = result
+            self.front.hand_over(exchange)
+
+    def _flush(self) -> None:
+        """Write every answer whose turn it is, in one go."""
+        pipeline, front = self._pipeline, self.front
+        chunks: list[bytes | memoryview] = []
+        size_bytes = 0
+        persistence = Persistence.KEEPS
+        while pipeline and pipeline[0].is_ready:
+            exchange = pipeline.popleft()
+            exchange.leave()
+            persistence = exchange.persistence
+            if front.is_retiring and persistence < Persistence.CLOSES and self._is_last():
+                # The caller may have more under way, which it will send elsewhere: read it off, then close.
+                persistence = Persistence.REFUSES
+            head, body = front.status_lines[exchange.reply_status], exchange.reply_body
+            if persistence:
+                head += _PERSISTENCE_LINES[persistence]
+            if exchange.reply_status in _BODILESS:
+                head += exchange.reply_head + b"\r\n"
+                body = ()
+            elif len(body) == 1 and type(body[0]) is bytes:
+                head = b"%b%bcontent-length: %d\r\n\r\n" % (head, exchange.reply_head, len(body[0]))
+            else:
+                head = b"%b%bcontent-length: %d\r\n\r\n" % (head, exchange.reply_head, body_bytes(body))
+            chunks.append(head)
+            size_bytes += len(head)
+            if exchange.method != "HEAD":
+                for part in body:
+                    if type(part) is not bytes:
+                        part = memoryview(part).cast("B")  # uvloop and `len` want bytes, not items
+                    chunks.append(part)
+                    size_bytes += len(part)
+            if persistence > Persistence.KEEPS_10:
+                break
+        if not chunks or self._is_closed:
+            return
+        self._bytes_written += size_bytes
+        # Joining small answers makes one system call, and one TLS record, of them; large bodies are not copied.
+        if size_bytes <= _JOINED_BYTES_MAX:
+            self._transport.write(b"".join(chunks))
+        else:
+            self._transport.writelines(chunks)
+        if persistence > Persistence.KEEPS_10:
+            self._finish(persistence)
+        elif not pipeline:
+            if self._reader.stage == IDLE:
+                self._since_s = front.clock.now_s()
+            elif self._reader.is_continue_due and not self._parsed:
+                self._send_continue()
+
+    def _is_last(self) -> bool:
+        """Nothing of a further request has been seen on this connection."""
+        return not self._pipeline and not self._parsed and self._backlog is None and self._reader.stage == IDLE
+
+    def _send_continue(self) -> None:
+        """Tell a caller that waits with its body to send it; after every answer that is owed before."""
+        self._reader.is_continue_due = False
+        self._since_s = self.front.clock.now_s()  # only now does the body's time limit start
+        self._bytes_written += len(_CONTINUE)
+        self._transport.write(_CONTINUE)
+
+    def _steer_reading(self) -> None:
+        """Read while there is room for requests; a full pipeline or a slow reader stops it. A deaf connection is read
+        to notice its end. While reading is stopped an orderly end is not noticed, only a reset is."""
+        wants_reading = self._is_deaf or (
+            self._backlog is None
+            and not self._parsed
+            and not self._is_write_paused
+            and len(self._pipeline) < self.front.settings.pipelined_requests_max
+        )
+        if self._is_closed or wants_reading is self._is_reading:
+            return
+        self._is_reading = wants_reading
+        if wants_reading:
+            self._since_s = self.front.clock.now_s()  # a half-read request is not blamed for our pause
+            self._transport.resume_reading()
+        else:
+            self._transport.pause_reading()
+
+    # ── Feeding the reader ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def _feed_slice(self, backlog: memoryview) -> None:
+        size_bytes = SLICE_BYTES
+        if self._reader.stage == BODY:
+            size_bytes = max(size_bytes, self._reader.body_left_bytes)
+        self._backlog = backlog[size_bytes:] if len(backlog) > size_bytes else None
+        self._feed(backlog[:size_bytes])
+
+    def _feed(self, data: bytes | memoryview) -> None:
+        reader = self._reader
+        error = reader.feed(data)
+        if error is not None:
+            self._refuse(error)
+        elif reader.is_done:
+            self._is_deaf = True
+            self._backlog = None
+        elif reader.stage != IDLE:
+            if not reader.is_timed:
+                reader.is_timed = True
+                self._since_s = self.front.clock.now_s()
+            if reader.is_continue_due and not self._pipeline and not self._parsed:
+                self._send_continue()
+
+    # ── Leaving ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _refuse(self, error: HeadraceError) -> None:
+        """Break off: the reply takes its place behind the answers that are owed, and ends the connection."""
+        self._stop_reading()
+        self._parsed.append(
+            Exchange(self, "", b"", {}, b"", self.front.clock.now_s(), Persistence.REFUSES, error=error)
+        )
+
+    def _stop_reading(self) -> None:
+        self._is_deaf = True
+        self._backlog = None
+        self._reader.drop()
+
+    def _finish(self, persistence: Persistence) -> None:
+        """The last answer was written: close, but not so early that the caller loses it."""
+        self._abandon()
+        if persistence == Persistence.CLOSES:
+            self._close()
+            return
+        self._linger_until_s = self.front.clock.now_s() + LINGER_S
+        self._steer_reading()
+        if self._transport.can_write_eof():  # not over TLS
+            self._transport.write_eof()
+
+    def _close(self) -> None:
+        self._is_deaf = self._is_closed = True
+        self._transport.close()
+
+    def _abandon(self) -> None:
+        """Cancel every request that has no answer. Each callback runs whatever the others do."""
+        self._stop_reading()
+        self._parsed.clear()
+        while self._pipeline:
+            callback = self._pipeline.popleft().abandon()
+            if callback is not None:
+                try:
+                    callback()
+                except Exception as error:
+                    self.front.report("a handler failed to cancel a request", error)
+
+    def close_if_idle(self) -> None:
+        """Close unless a request is being received or answered."""
+        if not self._is_closed and self._is_last():
+            self._close()
+
+    def abort(self) -> None:
+        """Close at once; unsent answers are lost."""
+        self._is_closed = True
+        self._abandon()
+        self._transport.abort()
+
+    def check(self, now_s: float) -> None:
+        """Apply the time limits. Called about once a second, so that no request needs a timer of its own."""
+        settings = self.front.settings
+        unsent_bytes = self._transport.get_write_buffer_size()
+        taken_bytes = self._bytes_written - unsent_bytes
+        if taken_bytes > self._bytes_taken or not unsent_bytes:
+            self._bytes_taken, self._taken_at_s = taken_bytes, now_s
+        elif now_s - self._taken_at_s > settings.write_s_max:
+            self.abort()
+            return
+        if self._is_closed:
+            return
+        if self._linger_until_s:
+            if now_s >= self._linger_until_s and not unsent_bytes:
+                self._close()
+            return
+        if self._is_deaf or not self._is_reading or self._reader.is_continue_due:
+            return
+        waited_s = now_s - self._since_s
+        if self._reader.stage == HEAD:
+            if waited_s > settings.header_s_max:
+                self._time_out("the head of the request", settings.header_s_max)
+        elif self._reader.stage == BODY:
+            if waited_s > settings.body_s_max:
+                self._time_out("the body of the request", settings.body_s_max)
+        elif not self._pipeline and waited_s > settings.idle_s_max:
+            self._close()
+
+    def _time_out(self, what: str, limit_s: float) -> None:
+        self._refuse(RequestTimeout(f"{what} took longer than {limit_s:g} s to arrive"))
+        self._pump()
