@@ -8,6 +8,7 @@ skips the weights, and so reads a model of gigabytes in milliseconds.
 import hashlib
 import mmap
 import os
+import stat
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -352,6 +353,8 @@ def foreign_format(path: Path) -> Foreign | None:
     if path.is_dir():
         is_saved_model = (path / "saved_model.pb").exists()
         return Foreign("a TensorFlow SavedModel folder", _TENSORFLOW) if is_saved_model else None
+    if not stat.S_ISREG(path.stat().st_mode):
+        return None  # Opening a pipe would wait for its writer.
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
     return _by_content(path, head) or foreign_suffix(path)

@@ -450,16 +450,24 @@ def load(
     _check_together(merge)
     if merge.problems:
         raise ConfigError(merge.problems)
-    chosen = home or environment.get("HEADRACE_HOME") or ".headrace"
     merge.origins["home"] = "--home" if home else "HEADRACE_HOME" if environment.get("HEADRACE_HOME") else "default"
     return Configuration(
         settings=Settings(**merge.values),
         origins=merge.origins,
         models=tuple(entries),
-        home=(folder / Path(chosen).expanduser()).absolute(),
+        home=home_folder(home, environment=environment, folder=folder),
         file=file,
         notices=tuple(merge.notices),
     )
+
+
+def home_folder(
+    flag: str | Path | None, *, environment: Mapping[str, str] | None = None, folder: Path | None = None
+) -> Path:
+    """The state folder: the flag, else `HEADRACE_HOME`, else `.headrace` in the working folder."""
+    environment = os.environ if environment is None else environment
+    chosen = flag or environment.get("HEADRACE_HOME") or ".headrace"
+    return ((folder or Path.cwd()) / Path(chosen).expanduser()).absolute()
 
 
 def flag_name(name: str) -> str:

@@ -27,8 +27,10 @@ class ReplicaReport(msgspec.Struct, frozen=True):
         rows_max: Largest batch.
         deadline_s: Time allowed per request that brings no deadline of its own.
         slo: As declared, empty when none was.
-        sustainable_rate: Rows per second that one worker can keep up within the deadline (U2).
-        ceiling_rate: Rows per second that no schedule can exceed (U1).
+        request_s: Processor time of a request apart from the run, seconds.
+        sustainable_rate: One-row requests per second that one worker can keep up within the deadline (U2, with
+            request_s added to per_row_s).
+        ceiling_rate: One-row requests per second that no schedule can exceed (U1, likewise).
         lossy_rate: When the deadline is below two single runs: the rate at which 99 % still make it; None otherwise.
         load_s: Time to load.
         warm_s: Time to warm up.
@@ -49,6 +51,7 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     rows_max: int = 0
     deadline_s: float = 0.0
     slo: str = ""
+    request_s: float = 0.0
     sustainable_rate: float = 0.0
     ceiling_rate: float = 0.0
     lossy_rate: float | None = None

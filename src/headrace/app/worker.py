@@ -304,6 +304,7 @@ class Worker:
         self._front.close_idle()
         self._front.abort_all()
         # Then the records, because they tell about everything above; then the models; then the counters.
+        self._pipeline.close()
         await self._sink.close()
         if self._exit_code != EXIT_STUCK:
             self._plane.close()

@@ -177,7 +177,7 @@ class _Found:
             if len(_artefacts(path.parent)) == 1:
                 return self._read_labels(shared)
             problem = DiscoverProblem(
-                str(shared), f"belongs to no one of several models; accepted: <model>.labels.txt, as {own.name}"
+                str(shared), "stands beside several models and is not used; accepted: <model>.labels.txt for each"
             )
             if problem not in self.problems:
                 self.problems.append(problem)

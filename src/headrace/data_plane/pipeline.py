@@ -74,7 +74,8 @@ class Pipeline:
         self._statistics = statistics
         self.endpoints: Mapping[str, Endpoint] = {}
         self.snapshot_id = ""
-        self._records: list[Record] = []
+        self._ended: list[Record] = []
+        self._unwritten: list[Record | Amendment] = []
         self._is_flush_due = False
 
     # ---------------------------------------------------------------- the way in
@@ -181,7 +182,7 @@ class Pipeline:
         self._sink.commit(records, committed)
 
     def _amend(self, record: Record, ending: Ending) -> None:
-        self._sink.write([Amendment(record.request_id, self._clock.unix_s(), ending.value, "send_failed")])
+        self._unwritten.append(Amendment(record.request_id, self._clock.unix_s(), ending, "send_failed"))
 
     # ---------------------------------------------------------------- the end
 
@@ -224,21 +225,29 @@ class Pipeline:
             if ticket.pieces:
                 replica.forget(ticket)
             self._statistics.request_ended(ticket)
-        if record.ending != ending.value:
+        if record.ending != ending:
             record = self._record(ticket, ending)
-        self._records.append(record)
+        self._ended.append(record)
         if not is_written:
-            self._sink.write((record,))
+            self._unwritten.append(record)
         if not self._is_flush_due:
-            # Metrics are folded once per loop turn, for all requests that ended in it.
+            # Once per loop turn, for all requests that ended in it.
             self._is_flush_due = True
             self._loop.call_soon(self._flush)
         self.admission.note_idle()
 
     def _flush(self) -> None:
+        """Write and fold what has ended since the last time."""
         self._is_flush_due = False
-        records, self._records = self._records, []
-        self._fold.fold(records)
+        ended, self._ended = self._ended, []
+        unwritten, self._unwritten = self._unwritten, []
+        if unwritten:
+            self._sink.write(unwritten)
+        self._fold.fold(ended)
+
+    def close(self) -> None:
+        """Hand over what is still held; before the sink closes."""
+        self._flush()
 
     def _record(self, ticket: Ticket, ending: Ending) -> Record:
         return make_record(ticket, ending, self._clock, self.snapshot_id, self._worker)

@@ -1,7 +1,10 @@
 """Replicas: loaded, warm model versions, and the endpoints that name them."""
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from headrace.clock import Clock
 from headrace.data_plane.batch import Lane, WaitingList
@@ -11,7 +14,7 @@ from headrace.data_plane.gateway.oip import Codec
 from headrace.data_plane.ticket import BASELINE_ARM, InferRequest, Ticket
 from headrace.data_plane.trial import TrialResult, try_out
 from headrace.data_plane.validate import ContractChecker, compile_contract, contract_problems
-from headrace.errors import LoadError
+from headrace.errors import HeadraceError, LoadError
 from headrace.ports import Runtime, RuntimeLoader
 from headrace.report import ReplicaReport
 from headrace.snapshot import EndpointSpec, VersionSpec
@@ -32,6 +35,10 @@ BATCH_BYTES_MAX = 64 * 1024 * 1024
 INLINE_RUN_S_MAX = 0.000_15
 """A model whose batch of eight takes less runs on the event loop: handing it to a thread would cost about 60 µs and a
 context switch, more than it keeps the loop waiting."""
+
+REQUEST_S = 40e-6
+"""Processor time of one small request apart from decoding, running and encoding: sockets, parsing, books, record
+(benchmarks/notes.md). Only the rate that the start screen announces depends on it."""
 
 SHAPES_MAX = 64
 """Most waiting lists of one replica, one per shape of the dimensions behind the batch."""
@@ -107,6 +114,7 @@ class Replica:
         curve = CurveLearner(model.trial.warmup).curve
         self.deadline_s = _deadline_s(endpoint, curve)
         self.rows_max = self._largest_batch(curve)
+        self.request_s = REQUEST_S + self._measure_codec_s()
         self._lists: dict[tuple[tuple[int, ...], ...], WaitingList] = {}
         self._has_variable_shape = any(-1 in spec.shape[1:] for spec in self.signature.inputs)
         self._fixed = self._make_list()
@@ -118,6 +126,24 @@ class Replica:
             return self.endpoint.batching.rows_max
         by_memory = BATCH_BYTES_MAX // max(1, self.trial.input_bytes_per_row)
         return max(1, min(BATCH_ROWS_MAX, by_memory, curve.rows_within(self.deadline_s, BATCH_ROWS_MAX)))
+
+    def _measure_codec_s(self) -> float:
+        """Seconds to decode a JSON request of one row; zero where the example cannot be written as JSON."""
+        inputs = [
+            {"name": spec.name, "shape": array.shape, "datatype": spec.datatype.wire, "data": array.ravel().tolist()}
+            for spec, array in zip(self.signature.inputs, self.trial.example.values(), strict=False)
+            if not array.dtype.hasobject
+        ]
+        body = msgspec.json.encode({"inputs": inputs})
+        durations_s = []
+        for _ in range(5):
+            started_s = time.perf_counter()
+            try:
+                self.codec.decode(body, None)
+            except HeadraceError:
+                return 0.0
+            durations_s.append(time.perf_counter() - started_s)
+        return min(durations_s)
 
     def _make_list(self) -> WaitingList:
         learner = CurveLearner(self.trial.warmup)
@@ -157,6 +183,7 @@ class Replica:
         """What the start screen and the control process show; the curve is the one in force now."""
         curve = self._fixed.learner.curve
         runs_unbatched = not self.signature.is_batched
+        served = replace(curve, per_row_s=curve.per_row_s + self.request_s)
         lossy = lossy_rate_limit(curve, self.deadline_s) if self.deadline_s < 2 * curve.duration_s(1) else None
         return ReplicaReport(
             endpoint=self.endpoint.name,
@@ -173,9 +200,10 @@ class Replica:
             rows_max=self.rows_max,
             deadline_s=self.deadline_s,
             slo=str(self.endpoint.slo) if self.endpoint.slo else "",
-            sustainable_rate=sustainable_rate(curve, self.deadline_s, self.rows_max),
-            ceiling_rate=rate_ceiling(curve, self.deadline_s, self.rows_max),
+            sustainable_rate=sustainable_rate(served, self.deadline_s, self.rows_max),
+            ceiling_rate=rate_ceiling(served, self.deadline_s, self.rows_max),
             lossy_rate=lossy,
+            request_s=self.request_s,
             load_s=self.load_s,
             warm_s=self.warm_s,
         )

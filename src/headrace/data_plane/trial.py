@@ -34,13 +34,18 @@ class TrialResult:
         signature: With `is_batched` confirmed or withdrawn.
         batching: `batched`, or why it is not.
         warmup: (rows, seconds) of the timed runs; empty when no generated input was taken.
-        input_bytes_per_row: Bytes of one row of generated inputs.
+        example: One row of inputs that the model took; empty when there was none.
     """
 
     signature: Signature
     batching: str
     warmup: tuple[tuple[int, float], ...]
-    input_bytes_per_row: int
+    example: dict[str, Array]
+
+    @property
+    def input_bytes_per_row(self) -> int:
+        """Bytes of one row of inputs."""
+        return sum(array.nbytes for array in self.example.values())
 
 
 def try_out(runtime: Runtime, clock: Clock, *, rows_max: int | None) -> TrialResult:
@@ -65,7 +70,7 @@ def try_out(runtime: Runtime, clock: Clock, *, rows_max: int | None) -> TrialRes
         solo = _first_that_runs(runtime, signature, names)
     except HeadraceError as error:
         reason = f"not batched: it took no generated input ({_one_line(error)})"
-        return TrialResult(replace(signature, is_batched=False), reason, (), 0)
+        return TrialResult(replace(signature, is_batched=False), reason, (), {})
     if batching == "batched":
         problem = _batching_problem(runtime, names, solo)
         if problem:
@@ -76,7 +81,7 @@ def try_out(runtime: Runtime, clock: Clock, *, rows_max: int | None) -> TrialRes
         signature=replace(signature, is_batched=is_batched),
         batching=batching,
         warmup=warmup,
-        input_bytes_per_row=sum(array.nbytes for array in solo.values()),
+        example=solo,
     )
 
 

@@ -139,7 +139,7 @@ def _to_text(name: str, array: Array) -> Array:
     try:
         text.reshape(-1)[:] = [element.decode() for element in elements]
     except UnicodeDecodeError as error:
-        index = next(i for i, element in enumerate(elements) if element is error.object)
+        index = elements.index(error.object)
         raise InvalidInput(
             f"input {name!r}: element {index} is not UTF-8 (byte {error.object[error.start]:#04x} at position "
             f"{error.start}); this model takes text, encoded as UTF-8",

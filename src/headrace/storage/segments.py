@@ -662,16 +662,22 @@ def iter_records(
         on_damage: Told about everything that could not be read.
     """
     tails: dict[Path, _Tail] = {}
-    while True:
-        has_news = False
-        for folder in sorted({directory, *(path.parent for path in directory.glob("*/*.seg"))}):
-            for record in tails.setdefault(folder, _Tail(folder, on_damage)).read(is_last_look=not follow):
-                has_news = True
-                yield record
-        if not follow:
-            return
-        if not has_news:
-            time.sleep(poll_s)
+    try:
+        while True:
+            has_news = False
+            for folder in sorted({directory, *(path.parent for path in directory.glob("*/*.seg"))}):
+                if folder not in tails:
+                    tails[folder] = _Tail(folder, on_damage)
+                for record in tails[folder].read(is_last_look=not follow):
+                    has_news = True
+                    yield record
+            if not follow:
+                return
+            if not has_news:
+                time.sleep(poll_s)
+    finally:
+        for tail in tails.values():
+            tail.close()
 
 
 class _Tail:
@@ -693,8 +699,7 @@ class _Tail:
                 yield from self._reader.read(size_bytes)
                 if later or is_last_look:
                     self._reader.report_tail(size_bytes)
-                    self._file.close()
-                    self._file = self._reader = None
+                    self.close()
             if not later or self._file is not None:
                 return
             self._path = later[0]
@@ -703,6 +708,12 @@ class _Tail:
             except FileNotFoundError:
                 continue  # the writer has just removed it to keep to its bound
             self._reader = _FrameReader(self._file, self._path, self._on_damage)
+
+    def close(self) -> None:
+        """Let go of the file at hand. Idempotent."""
+        if self._file is not None:
+            self._file.close()
+        self._file = self._reader = None
 
 
 def _segment_path(directory: Path, number: int) -> Path:

@@ -10,6 +10,7 @@ import sys
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -78,9 +79,8 @@ def _segment(dice: random.Random) -> tuple[list[Record | Amendment], bytes]:
             kind, record = 2, Amendment(f"r{index}", dice.random(), "abandoned", "send_failed")
         else:
             payload = dice.randbytes(dice.choice((0, 3, 40))) or None
-            zero = {str: "", float: 0.0, int: 0}
-            values = [zero[field.type] for field in msgspec.structs.fields(Record)[1:29]]
-            kind, record = 1, Record(f"r{index}", *values, payload, None, 1)  # type: ignore[arg-type]
+            zeros: list[Any] = [field.type() for field in msgspec.structs.fields(Record)[1:29]]
+            kind, record = 1, Record(*[f"r{index}", *zeros, payload])
         frame = msgspec.msgpack.encode(record)
         content += struct.pack("<IIB", len(frame), zlib.crc32(bytes((kind,)) + frame), kind) + frame
         originals.append(record)

@@ -40,7 +40,10 @@ class FunctionRuntime:
         self._function = function
         self.is_closed = False
         self._signature = Signature(
-            (TensorSpec("x", Datatype.FP32, (-1, 1)),), (TensorSpec("y", Datatype.FP32, (-1, 1)),), is_batched, "function"
+            (TensorSpec("x", Datatype.FP32, (-1, 1)),),
+            (TensorSpec("y", Datatype.FP32, (-1, 1)),),
+            is_batched,
+            "function",
         )
 
     @property
@@ -147,6 +150,7 @@ class Rig:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.plane.close()
+        self.pipeline.close()
         await self.sink.close()
         self.slots.close()
 

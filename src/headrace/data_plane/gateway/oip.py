@@ -64,11 +64,18 @@ _LEAVES: Final[dict[str, tuple[frozenset[type], type, str]]] = {
     "b": (frozenset({bool}), bool, "true or false"),
     "s": (frozenset({str}), str, "strings"),
 }
+
+
+class _OutOfRange(float):
+    """A JSON number that no double holds; a type of its own, so that nothing takes it for a number."""
+
+
 _JSON_NAMES: Final[dict[type, str]] = {
     type(None): "null",
     bool: "boolean",
     int: "integer",
     float: "number",
+    _OutOfRange: "number",
     str: "string",
     list: "array",
     dict: "object",
@@ -639,7 +646,7 @@ def _parse(text: bytes) -> Any:
     except ValueError as error:
         found = _BYTE_AT.search(str(error))
         at = int(found[1]) if found else len(text)
-        for start in (at, at - 1):  # msgspec points at the letter, also after a minus sign
+        for start in (at - 1, at):  # msgspec points at the letter, also after a minus sign
             literal = _NONFINITE_LITERAL.match(text, max(start, 0))
             if literal:
                 raise _nonfinite_literal(literal[0].decode()) from None
@@ -647,15 +654,20 @@ def _parse(text: bytes) -> Any:
 
 
 def _parse_slowly(text: bytes) -> Any:
-    """Parse JSON whose numbers may be out of range; they become infinite and are refused where they are used."""
+    """Parse JSON some of whose numbers no double holds; they are refused where they are used."""
     if len(text) > _REREAD_BYTES_MAX:
         raise MalformedJson("the body holds a number out of the range of FP64")
     try:
-        return json.loads(text, parse_constant=_refuse_literal)
+        return json.loads(text, parse_constant=_refuse_literal, parse_float=_parse_float)
     except RecursionError:
         raise MalformedJson(_RECURSION_TEXT) from None
     except ValueError as error:
         raise MalformedJson(f"the body is not JSON: {error}") from None
+
+
+def _parse_float(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _OutOfRange(text)
 
 
 def _refuse_literal(literal: str) -> None:
@@ -699,15 +711,9 @@ def _read_parameters(whose: str, parameters: object) -> _Parameters:
             raise BadRequest(
                 f"parameter {quote(key)} of {whose} is {_describe(value)}; expected a string, a number or a boolean"
             )
-        if type(value) in (int, float) and not -(2.0**63) <= value < 2.0**64 and not _is_finite_float(value):
-            raise BadRequest(
-                f"parameter {quote(key)} of {whose} is {_describe(value)}; expected a finite number of 64 bits"
-            )
+        if type(value) is int and not -(2**63) <= value < 2**64:
+            raise BadRequest(f"parameter {quote(key)} of {whose} is {_describe(value)}; expected an integer of 64 bits")
     return parameters
-
-
-def _is_finite_float(value: object) -> bool:
-    return type(value) is float and math.isfinite(value)
 
 
 def _read_shape(plan: _Plan, shape: object) -> tuple[int, ...]:
@@ -789,6 +795,8 @@ def _read_data(plan: _Plan, shape: Sequence[int], data: object) -> list[Any]:
     accepted, _, plural = _LEAVES[plan.spec.datatype.kind]
     if not kinds <= accepted:
         at = next(at for at, leaf in enumerate(leaves) if type(leaf) not in accepted)
+        if type(leaves[at]) is _OutOfRange:
+            raise _element_error(plan, at, f"expected {plural} in the range of FP64, got a larger one", "range")
         raise _element_error(plan, at, f"expected {plural}, got {_describe(leaves[at])}", "type")
     return leaves
 

@@ -1,0 +1,69 @@
+"""How `--help` looks: plain text in two columns within 80, no boxes and no colour, the same in pipes and terminals."""
+
+import textwrap
+from typing import Any, Final
+
+COLUMNS: Final = 80
+NAMES_WIDTH_MAX: Final = 26
+
+
+class PlainHelp:
+    """A cyclopts help formatter (`cyclopts.help.protocols.HelpFormatter`)."""
+
+    def __call__(self, console: Any, _options: Any, panel: Any) -> None:
+        """Print one panel: a title, then names and what they mean side by side."""
+        entries = [(self._names(entry, panel.format), self._meaning(entry)) for entry in panel.entries]
+        if not entries:
+            return
+        console.print(f"{panel.title}:", highlight=False, markup=False)
+        width = min(NAMES_WIDTH_MAX, max(len(names) for names, _ in entries))
+        for names, meaning in entries:
+            for line in self._entry(names, meaning, width):
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print()
+
+    def render_usage(self, console: Any, _options: Any, usage: Any) -> None:
+        """Print the usage line."""
+        if usage:
+            console.print(_plain(usage).strip(), highlight=False, markup=False)
+            console.print()
+
+    def render_description(self, console: Any, options: Any, description: Any) -> None:
+        """Print the text of the command."""
+        if description:
+            from cyclopts.help.formatters.plain import PlainFormatter
+
+            PlainFormatter().render_description(console, options, description)
+
+    def _names(self, entry: Any, kind: str) -> str:
+        labels = sorted({*entry.positive_names, *entry.positive_shorts}, key=lambda label: (-len(label), label))
+        if kind == "parameter" and labels and not labels[0].startswith("-"):
+            return str(labels[0]).upper()
+        return ", ".join(labels)
+
+    def _meaning(self, entry: Any) -> str:
+        parts = [_plain(entry.description)]
+        if entry.choices:
+            parts.append(f"[{', '.join(entry.choices)}]")
+        if entry.default is not None:
+            parts.append(f"[default: {entry.default}]")
+        if entry.required:
+            parts.append("[required]")
+        return " ".join(part for part in parts if part)
+
+    def _entry(self, names: str, meaning: str, width: int) -> list[str]:
+        lines = textwrap.wrap(meaning, COLUMNS - width - 4) or [""]
+        start = "" if len(names) <= width else f"  {names}\n"
+        first = f"  {'' if start else names:<{width}}  {lines[0]}".rstrip()
+        return [start + first, *(" " * (width + 4) + line for line in lines[1:])]
+
+
+def _plain(text: Any) -> str:
+    if text is None:
+        return ""
+    if isinstance(text, str):
+        return text
+    if hasattr(text, "plain"):
+        return str(text.plain)
+    primary = getattr(text, "primary_renderable", None)  # cyclopts wraps inline text once more
+    return _plain(primary) if primary is not None else str(text)

@@ -1,0 +1,97 @@
+"""`headrace serve`: the main job, from a model file to an endpoint."""
+
+import inspect
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Group, Parameter
+
+from headrace.app import start
+from headrace.cli.problems import USAGE, CommandFailed, say
+from headrace.config import SETTINGS, Configuration, Setting, load
+from headrace.control_plane.publish import Source
+
+
+def serve(
+    source: Annotated[str | None, Parameter(help="A model file, a folder of models, or a configuration file.")] = None,
+    /,
+    *,
+    name: Annotated[str, Parameter(help="Name in the URL; else that of the file.", show_default=False)] = "",
+    slo: Annotated[str, Parameter(help="Latency objective, such as p99=50ms.", show_default=False)] = "",
+    config: Annotated[str | None, Parameter(help="Configuration file; else headrace.yaml when there is one.")] = None,
+    home: Annotated[str | None, Parameter(help="State folder; else HEADRACE_HOME, else .headrace.")] = None,
+    **settings: str,
+) -> None:
+    """Serve models until Ctrl-C.
+
+    Loads the model, measures how fast it is on this machine, and answers the Open Inference Protocol over HTTP.
+    Ctrl-C or SIGTERM finishes requests in flight; twice stops at once. SIGHUP looks again at files and configuration.
+
+    For example:
+
+      headrace serve model.onnx --slo p99=50ms
+
+      headrace serve models/ --workers 4 --http-host 0.0.0.0
+
+      headrace serve headrace.yaml
+
+    Exit status: 0 stopped as asked, 1 could not serve, 2 wrong configuration, 130 or 143 after a second signal.
+    """
+    configuration = read(source, name, slo, config, home, settings)
+    if not configuration.models:
+        raise CommandFailed(
+            "no model is named; accepted: a model file, a folder of models, or models: in headrace.yaml",
+            "headrace serve model.onnx",
+            USAGE,
+        )
+    prepared, lock_fd = prepare(configuration, source, name, slo, config)
+    start.exec_module(
+        "headrace.app.supervisor", "--home", str(prepared), "--lock-fd", str(lock_fd), keep_fds=(lock_fd,)
+    )
+
+
+def read(
+    source: str | None, name: str, slo: str, config: str | None, home: str | None, settings: dict[str, str]
+) -> Configuration:
+    """Merge every source of configuration."""
+    return load(source, flags=settings, config=config, name=name, slo=slo, home=home)
+
+
+def prepare(
+    configuration: Configuration, source: str | None, name: str, slo: str, config: str | None
+) -> tuple[Path, int]:
+    """Publish what shall be served.
+
+    Returns:
+        The home folder and the descriptor of its lock.
+    """
+    remembered = Source(folder=str(Path.cwd()), source=source, config=config, name=name, slo=slo)
+    home, lock_fd, notices = start.stage(configuration, remembered)
+    for notice in notices:
+        say(notice)
+    return home.root, lock_fd
+
+
+def with_settings(function: Any) -> Any:
+    """Give a command one flag per entry of `SETTINGS`, so that no flag is ever missing or described twice."""
+    signature = inspect.signature(function)
+    parameters = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    group = Group("Settings", sort_key=10)
+    for setting in SETTINGS:
+        kind = _flag(setting, group)
+        parameters.append(
+            inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        )
+        function.__annotations__[setting.name] = kind
+    function.__signature__ = signature.replace(parameters=parameters)
+    return function
+
+
+def _flag(setting: Setting, group: Group) -> Any:
+    def show(_value: object) -> str:
+        return f"{setting.default} {setting.unit}".strip() or "none"
+
+    return Annotated[str | None, Parameter(help=setting.help, group=group, show_default=show)]
+
+
+with_settings(serve)
