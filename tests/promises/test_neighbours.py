@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from headrace.errors import HeadraceError, MalformedJson, ModelFailed
-from headrace.testing.rig import Gate, Rig
 from headrace.tensors import Array
+from headrace.testing.rig import Gate, Rig
 from headrace.types import Ending
 
 
@@ -25,7 +25,7 @@ async def test_one_of_four_batched_requests_that_makes_the_model_raise_leaves_th
     async with Rig(tmp_path, {"m": doubled_or_raises_on_thirteen}) as rig:
         replies = await asyncio.gather(*(rig.infer("m", [value]) for value in (1, 13, 3, 4)))
 
-        assert [2, None, 6, 8] == [None if isinstance(r, HeadraceError) else float(r[0, 0]) for r in replies]
+        assert [None if isinstance(r, HeadraceError) else float(r[0, 0]) for r in replies] == [2, None, 6, 8]
         assert isinstance(replies[1], ModelFailed)
 
 
@@ -35,7 +35,7 @@ async def test_one_of_four_malformed_requests_leaves_the_other_three_answered(tm
         calls = [rig.start("m", [value], broken=MalformedJson("no") if value == 2 else None) for value in (1, 2, 3, 4)]
         replies = [await call.answer for _, call in calls]
 
-        assert [2, None, 6, 8] == [None if isinstance(r, HeadraceError) else float(r[0, 0]) for r in replies]
+        assert [None if isinstance(r, HeadraceError) else float(r[0, 0]) for r in replies] == [2, None, 6, 8]
 
 
 @pytest.mark.parametrize("state", ["waiting", "running"])
@@ -60,10 +60,10 @@ async def test_one_of_four_cancelled_requests_leaves_the_other_three_answered(tm
             rig.pipeline.abandon(calls[1][0])
         replies = [await call.answer for ticket, call in calls if ticket.ending is not Ending.ABANDONED]
 
-        assert [2, 6, 8] == [float(r[0, 0]) for r in replies if not isinstance(r, HeadraceError)]
+        assert [float(r[0, 0]) for r in replies if not isinstance(r, HeadraceError)] == [2, 6, 8]
         assert Ending.ABANDONED is calls[1][0].ending
-        assert 0 == calls[1][1].answers_sent
-        assert 0 == rig.admission.tickets_open
+        assert calls[1][1].answers_sent == 0
+        assert rig.admission.tickets_open == 0
 
 
 async def test_ten_thousand_cancelled_requests_leave_nothing_behind(tmp_path: Path) -> None:
@@ -84,10 +84,10 @@ async def test_ten_thousand_cancelled_requests_leave_nothing_behind(tmp_path: Pa
             await asyncio.sleep(0.001)
         row = rig.ledger("m")
 
-        assert 0 == waiting
-        assert 0 == row.in_flight
-        assert 0 == row.difference
-        assert 10_001 == row.received
+        assert waiting == 0
+        assert row.in_flight == 0
+        assert row.difference == 0
+        assert row.received == 10_001
 
 
 async def test_batched_rows_come_back_to_their_own_callers(tmp_path: Path) -> None:

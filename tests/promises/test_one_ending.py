@@ -57,7 +57,7 @@ async def test_received_is_the_sum_of_all_endings_and_what_is_in_flight_at_every
 
         assert [0] * len(looks) == [look.difference for look in looks]
         last = looks[-1]
-        assert (600, 0) == (last.received, last.in_flight)
+        assert (last.received, last.in_flight) == (600, 0)
         endings = Counter(ticket.ending for ticket, _ in started)
         assert {
             Ending.ANSWERED: last.answered,
@@ -79,12 +79,12 @@ async def test_a_request_for_no_known_model_is_counted_without_becoming_a_label(
         reply = await rig.infer("nobody-has-this-name", [1])
 
         assert isinstance(reply, HeadraceError)
-        assert "unknown_model" == reply.code
-        assert (1, 1, 0) == (
+        assert reply.code == "unknown_model"
+        assert (
             rig.ledger("unknown").received,
             rig.ledger("unknown").rejected,
             rig.ledger("unknown").difference,
-        )
+        ) == (1, 1, 0)
 
 
 async def test_a_strict_answer_leaves_only_after_its_record_is_on_disk(tmp_path: Path) -> None:
@@ -99,11 +99,11 @@ async def test_a_strict_answer_leaves_only_after_its_record_is_on_disk(tmp_path:
         at_door = await rig.infer("m", [1])
         replies = [await at_commit.answer, at_door]
 
-        assert 1 == written
-        assert [("records_unavailable", 503)] * 2 == [
-            (reply.code, reply.http_status) for reply in replies if isinstance(reply, HeadraceError)
-        ]
-        assert 0 == rig.ledger("m").difference
+        assert written == 1
+        assert [(reply.code, reply.http_status) for reply in replies if isinstance(reply, HeadraceError)] == [
+            ("records_unavailable", 503)
+        ] * 2
+        assert rig.ledger("m").difference == 0
 
 
 async def test_a_send_that_fails_after_the_commit_is_amended(tmp_path: Path) -> None:
@@ -119,6 +119,6 @@ async def test_a_send_that_fails_after_the_commit_is_amended(tmp_path: Path) -> 
         first, second = sink.records
         assert isinstance(first, Record)
         assert isinstance(second, Amendment)
-        assert ("answered", "abandoned") == (first.ending, second.ending)
+        assert (first.ending, second.ending) == ("answered", "abandoned")
         assert Ending.ABANDONED is ticket.ending
-        assert (1, 0) == (rig.ledger("m").abandoned, rig.ledger("m").difference)
+        assert (rig.ledger("m").abandoned, rig.ledger("m").difference) == (1, 0)

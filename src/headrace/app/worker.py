@@ -38,7 +38,7 @@ from headrace.data_plane.gateway.routes import Router
 from headrace.data_plane.pipeline import Pipeline
 from headrace.data_plane.plane import Plane
 from headrace.data_plane.statistics import ModelStatistics
-from headrace.errors import ConfigError, ModelFailed, RequestError
+from headrace.errors import ConfigError, ModelFailed
 from headrace.home import Home, write_atomically
 from headrace.ports import Runtime, RuntimeLoader
 from headrace.report import WorkerReport, WorkerState

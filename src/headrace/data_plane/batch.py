@@ -358,7 +358,8 @@ class Lane:
         if alone_s > left_s:
             text += f"running alone takes about {alone_s * 1e3:.3g} ms; send fewer rows or allow more time"
         else:
-            text += f"{waiting_list.rows_waiting} rows are waiting and the model is busy for {(free_at_s - now_s) * 1e3:.3g} ms"
+            busy_ms = (free_at_s - now_s) * 1e3
+            text += f"{waiting_list.rows_waiting} rows are waiting and the model is busy for {busy_ms:.3g} ms"
         return DeadlineUnreachable(text, retry_after_s=curve.duration_s(1))
 
     def forget(self, waiting_list: WaitingList, ticket: Ticket) -> None:
@@ -462,7 +463,7 @@ class Lane:
         self._executed(batch)
 
     def _watch_expiry(self) -> None:
-        """While the executor is busy nobody decides; see to it that a request is refused by its deadline all the same."""
+        """While the executor is busy nobody decides; a request is refused by its deadline all the same."""
         if self._expiry is None and self._busy_lists:
             earliest_s = min(waiting_list.deadlines_s[0] for waiting_list in self._busy_lists)
             self._expiry = self._loop.call_later(max(0.0, earliest_s - self._clock.now_s()), self._expire)

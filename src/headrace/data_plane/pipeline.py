@@ -210,7 +210,7 @@ class Pipeline:
     def finish(self, ticket: Ticket, ending: Ending) -> None:
         """Close a ticket.
 
-        **Invariant**: called at most once per ticket, and the only way that one closes (tests/promises/test_one_ending.py).
+        **Invariant**: at most once per ticket, and the only way that one closes (tests/promises/test_one_ending.py).
         """
         self._end(ticket, ending, self._record(ticket, ending), is_written=False)
 
@@ -224,7 +224,6 @@ class Pipeline:
             replica.tickets_open -= 1
             if ticket.pieces:
                 replica.forget(ticket)
-            self._statistics.request_ended(ticket)
         if record.ending != ending:
             record = self._record(ticket, ending)
         self._ended.append(record)
@@ -244,6 +243,7 @@ class Pipeline:
         if unwritten:
             self._sink.write(unwritten)
         self._fold.fold(ended)
+        self._statistics.fold(ended)
 
     def close(self) -> None:
         """Hand over what is still held; before the sink closes."""

@@ -26,12 +26,12 @@ def make_record(ticket: Ticket, ending: Ending, clock: Clock, snapshot_id: str, 
     stage = ""
     if ending is not Ending.ANSWERED:
         stage = error.stage if isinstance(error, DeadlineError) else ticket.stage
-    if request is not None and endpoint is not None and endpoint.spec.records.payload_rate:
-        if is_sampled(ticket.request_id, endpoint.spec.records.payload_rate):
-            inputs = pack_tensors(request.inputs)
-            if ticket.outputs is not None and replica is not None:
-                names = (spec.name for spec in replica.signature.outputs)
-                outputs = pack_tensors(dict(zip(names, ticket.outputs, strict=True)))
+    rate = endpoint.spec.records.payload_rate if endpoint is not None else 0.0
+    if rate and request is not None and is_sampled(ticket.request_id, rate):
+        inputs = pack_tensors(request.inputs)
+        if ticket.outputs is not None and replica is not None:
+            names = (spec.name for spec in replica.signature.outputs)
+            outputs = pack_tensors(dict(zip(names, ticket.outputs, strict=True)))
     return Record(
         ticket.request_id,
         ticket.trace_id,

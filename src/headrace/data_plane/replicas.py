@@ -109,7 +109,9 @@ class Replica:
         self.codec = Codec(
             endpoint.name, version.version, self.signature, endpoint.nonfinite, endpoint.contract, json_depth_max
         )
-        self.answer_head = f"x-headrace-version: {version.version}\r\nx-headrace-arm: {BASELINE_ARM}\r\n".encode("ascii")
+        self.answer_head = f"x-headrace-version: {version.version}\r\nx-headrace-arm: {BASELINE_ARM}\r\n".encode(
+            "ascii"
+        )
         self.check_contract: ContractChecker | None = compile_contract(self.signature, endpoint.contract)
         curve = CurveLearner(model.trial.warmup).curve
         self.deadline_s = _deadline_s(endpoint, curve)

@@ -35,6 +35,4 @@ def route(endpoint: Endpoint | None, version: str) -> Replica:
     problem = endpoint.problems.get(version)
     if problem is not None:
         raise ModelUnavailable(f"version {version} of model {endpoint.name!r} could not be loaded: {problem}")
-    raise ModelLoading(
-        f"version {version} of model {endpoint.name!r} is loading", retry_after_s=LOADING_RETRY_AFTER_S
-    )
+    raise ModelLoading(f"version {version} of model {endpoint.name!r} is loading", retry_after_s=LOADING_RETRY_AFTER_S)

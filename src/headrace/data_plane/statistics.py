@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.clock import Clock
 from headrace.data_plane.batch import Batch
-from headrace.data_plane.ticket import Ticket
+from headrace.records import Record
 from headrace.telemetry.slots import Cell, SlotValues, SlotWriter
 from headrace.types import Ending
 
@@ -56,42 +56,43 @@ class ModelStatistics:
         self._clock = clock
         self._versions: dict[tuple[str, str], VersionStatistics] = {}
 
-    def _of(self, ticket: Ticket) -> VersionStatistics:
-        assert ticket.replica is not None
-        key = (ticket.replica.endpoint.name, ticket.replica.version)
-        found = self._versions.get(key)
+    def _of(self, endpoint: str, version: str) -> VersionStatistics:
+        found = self._versions.get((endpoint, version))
         if found is None:
-            found = self._versions[key] = VersionStatistics(self._slots, *key)
+            found = self._versions[endpoint, version] = VersionStatistics(self._slots, endpoint, version)
         return found
 
     def batch_executed(self, batch: Batch) -> None:
         """Count one execution."""
-        statistics = self._of(batch.pieces[0].ticket)
+        replica = batch.pieces[0].ticket.replica
+        assert replica is not None
+        statistics = self._of(replica.endpoint.name, replica.version)
         nanoseconds = batch.took_s * 1e9
         cells = statistics.cells
         cells["batches"].add(1)
         cells["compute_infer.ns"].add(nanoseconds)
+        cells["rows"].add(batch.rows)
+        cells["last_ms"].set(self._clock.unix_s() * 1e3)
         count, total = statistics.batch(batch.rows)
         count.add(1)
         total.add(nanoseconds)
-        cells["rows"].add(batch.rows)
 
-    def request_ended(self, ticket: Ticket) -> None:
-        """Count one request that reached a replica."""
-        cells = self._of(ticket).cells
-        now_s = self._clock.now_s()
-        nanoseconds = (now_s - ticket.received_at_s) * 1e9
-        if ticket.ending is not Ending.ANSWERED:
-            cells["fail.count"].add(1)
-            cells["fail.ns"].add(nanoseconds)
-            return
-        cells["success.count"].add(1)
-        cells["success.ns"].add(nanoseconds)
-        cells["queue.count"].add(1)
-        cells["queue.ns"].add((ticket.started_at_s - ticket.decoded_at_s) * 1e9)
-        cells["compute_input.ns"].add((ticket.decoded_at_s - ticket.received_at_s) * 1e9)
-        cells["compute_output.ns"].add((now_s - ticket.executed_at_s) * 1e9)
-        cells["last_ms"].set(self._clock.unix_s() * 1e3)
+    def fold(self, records: Iterable[Record]) -> None:
+        """Count requests that have ended and had reached a version."""
+        for record in records:
+            if not record.version:
+                continue
+            cells = self._of(record.endpoint, record.version).cells
+            if record.ending != Ending.ANSWERED:
+                cells["fail.count"].add(1)
+                cells["fail.ns"].add(record.total_s * 1e9)
+                continue
+            cells["success.count"].add(1)
+            cells["success.ns"].add(record.total_s * 1e9)
+            cells["queue.count"].add(1)
+            cells["queue.ns"].add(record.queue_s * 1e9)
+            cells["compute_input.ns"].add(record.decode_s * 1e9)
+            cells["compute_output.ns"].add(record.respond_s * 1e9)
 
 
 def add_up(workers: Iterable[SlotValues], wanted: Mapping[str, Iterable[str]]) -> list[dict[str, Any]]:
@@ -120,7 +121,9 @@ def _render(endpoint: str, version: str, fields: Mapping[str, float]) -> dict[st
     def duration(count: str, nanoseconds: str) -> dict[str, int]:
         return {"count": int(fields.get(count, 0)), "ns": int(fields.get(nanoseconds, 0))}
 
-    sizes = sorted(int(field.split(".")[1]) for field in fields if field.startswith("batch.") and field.endswith("count"))
+    sizes = sorted(
+        int(field.split(".")[1]) for field in fields if field.startswith("batch.") and field.endswith("count")
+    )
     nothing = {"count": 0, "ns": 0}
     return {
         "name": endpoint,

@@ -105,8 +105,10 @@ def _generate(spec: TensorSpec, size: int, is_low: bool) -> Array:
     """One row: small numbers that are legal as features, class codes and token ids alike."""
     if any(dimension < -1 for dimension in spec.shape):
         raise LoadError(f"input {spec.name!r} has shape {list(spec.shape)}; accepted are dimensions >= 0, or -1")
-    shape = tuple(1 if at == 0 and dimension == -1 else size if dimension == -1 else dimension
-                  for at, dimension in enumerate(spec.shape))
+    shape = tuple(
+        1 if at == 0 and dimension == -1 else size if dimension == -1 else dimension
+        for at, dimension in enumerate(spec.shape)
+    )
     random = np.random.default_rng(1)
     kind = spec.datatype.kind
     if spec.datatype is Datatype.BYTES:
@@ -131,7 +133,9 @@ def _batching_problem(runtime: Runtime, names: list[str], solo: dict[str, Array]
         return f"it failed on two rows at once ({_one_line(error)})"
     for name, alone, repeat, beside, together in zip(names, first, again, second, merged, strict=True):
         if together.shape[:1] != (2,):
-            return f"output {name!r} has shape {list(together.shape)} for 2 rows, so its first dimension is not the batch"
+            return (
+                f"output {name!r} has shape {list(together.shape)} for 2 rows, so its first dimension is not the batch"
+            )
         if alone.dtype.kind != "f" or not _is_close(alone, repeat):
             continue  # labels may flip between nearly equal scores, and random outputs prove nothing
         if not (_is_close(alone, together[:1]) and _is_close(beside, together[1:])):

@@ -93,7 +93,10 @@ class HttpInferCall:
             wanted = ticket.request.outputs
             encoded = ticket.replica.codec.encode(ticket.request, [ticket.outputs[output.index] for output in wanted])
             if encoded.is_binary:
-                kind = f"content-type: application/octet-stream\r\ninference-header-content-length: {len(encoded.json)}\r\n"
+                kind = (
+                    "content-type: application/octet-stream\r\n"
+                    f"inference-header-content-length: {encoded.json_bytes}\r\n"
+                )
                 self._body = [encoded.json, *encoded.tensors]
             else:
                 kind = "content-type: application/json\r\n"
@@ -114,8 +117,8 @@ def _timeout_s(value: bytes) -> float:
         milliseconds = -1.0
     if not 0 < milliseconds <= TIMEOUT_S_MAX * 1e3:
         raise BadRequest(
-            f"the header x-request-timeout-ms must be a number of milliseconds above 0 and at most {TIMEOUT_S_MAX * 1e3:g}; "
-            f"got {value[:20].decode('latin-1')!r}"
+            "the header x-request-timeout-ms must be a number of milliseconds above 0 and at most "
+            f"{TIMEOUT_S_MAX * 1e3:g}; got {value[:20].decode('latin-1')!r}"
         )
     return milliseconds / 1e3
 

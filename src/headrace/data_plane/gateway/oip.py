@@ -39,6 +39,7 @@ _EMPTY_DIMENSION_MAX: Final = 65_536  # no element backs the dimensions of an em
 _PACKERS_MAX: Final = 256
 _INT64_MAX: Final = 2**63 - 1
 _REREAD_BYTES_MAX: Final = 1 << 20  # the standard library's parser is slow, and only improves an error text
+_DEPTH_CHUNK_BYTES: Final = 1 << 20
 _RECURSION_TEXT: Final = "the JSON nests too deep"
 
 # `struct` codes; little-endian and exact about ranges.
@@ -84,7 +85,6 @@ _NESTING: Final = np.zeros(256, np.int8)
 _NESTING[list(b"[{")] = 1
 _NESTING[list(b"]}")] = -1
 _NOT_STRUCTURE: Final = bytes(set(range(256)) - set(b'[]{}"'))
-_ESCAPE: Final = re.compile(rb"\\.", re.DOTALL)
 _BYTE_AT: Final = re.compile(r"\(byte (\d+)\)")
 _NONFINITE_LITERAL: Final = re.compile(rb"-?(NaN|Infinity)")
 
@@ -463,17 +463,21 @@ class Codec:
     # ------------------------------------------------------------------------------------- the exact way
 
     def _check_depth(self, text: bytes) -> None:
-        """Refuse JSON that nests deeper than the limit, without recursion.
+        """Refuse JSON that nests deeper than the limit: without recursion, and in little memory.
 
         Whether a bracket is inside a string is the parity of the quotes before it, once escapes are gone.
         """
         if b"\\" in text:
-            text = _ESCAPE.sub(b"", text)
+            text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
         structure = np.frombuffer(text.translate(None, _NOT_STRUCTURE), np.uint8)
-        is_outside = np.cumsum(structure == ord('"'), dtype=np.int64) % 2 == 0
-        depth = int(np.cumsum(_NESTING[structure] * is_outside, dtype=np.int64).max(initial=0))
-        if depth > self._depth_max:
-            raise MalformedJson(f"the JSON nests {depth} levels deep; expected at most {self._depth_max}")
+        depth = quotes = 0
+        for start in range(0, len(structure), _DEPTH_CHUNK_BYTES):
+            part = structure[start : start + _DEPTH_CHUNK_BYTES]
+            parity = (np.cumsum(part == ord('"'), dtype=np.int32) + quotes) % 2
+            depths = np.cumsum(_NESTING[part] * (1 - parity), dtype=np.int32) + depth
+            depth, quotes = int(depths[-1]), int(parity[-1])
+            if depths.max() > self._depth_max:
+                raise MalformedJson(f"the JSON nests too deep; expected at most {self._depth_max} levels")
 
     def _read_exactly(self, text: bytes) -> _Message:
         """Parse without types, and say precisely what is wrong."""
