@@ -50,9 +50,7 @@ async def test_received_is_the_sum_of_all_endings_and_what_is_in_flight_at_every
             if dice.random() < 0.2:
                 await asyncio.sleep(dice.choice([0, 0, 0.002]))
             looks.append(rig.ledger("m"))
-        while rig.admission.tickets_open:
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0)
+        await rig.idle()
         looks.append(rig.ledger("m"))
 
         assert [0] * len(looks) == [look.difference for look in looks]
@@ -113,8 +111,7 @@ async def test_a_send_that_fails_after_the_commit_is_amended(tmp_path: Path) -> 
     async with Rig(tmp_path, {"m": lambda rows: rows}, sink=sink, changes=changes) as rig:
         ticket, call = rig.start("m", [1])
         call.is_connected = False
-        while rig.admission.tickets_open:
-            await asyncio.sleep(0.001)
+        await rig.idle()
 
         first, second = sink.records
         assert isinstance(first, Record)

@@ -198,22 +198,43 @@ class Rig:
             if replica.endpoint.name == model:
                 replica.lane = self.plane.thread_lane
 
+    async def idle(self) -> None:
+        """Return when no request is open and what ended has been folded."""
+        while self.admission.tickets_open:  # noqa: ASYNC110  # the admission's own event belongs to the worker
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
+
     def ledger(self, endpoint: str) -> LedgerRow:
         """The conservation row of an endpoint."""
         return read_slots(self._slots_file).ledgers[endpoint]
 
 
 class Gate:
-    """A model that waits until it is let go: holds a batch inside the executor for as long as a test needs."""
+    """A model that waits until it is let go: holds batches inside the executor for as long as a test needs.
+
+    Attributes:
+        is_open: Set it to let everything pass.
+        entered: Set while a batch is inside.
+        is_closed_to_trials: Set it after deployment; until then the gate lets the trial runs pass.
+    """
 
     def __init__(self) -> None:
         self.is_open = threading.Event()
         self.entered = threading.Event()
         self.is_closed_to_trials = False
+        self._passes = threading.Semaphore(0)
 
     def __call__(self, rows: Array) -> Array:
         if self.is_closed_to_trials:
             self.entered.set()
-            if not self.is_open.wait(10):
-                raise TimeoutError("the gate was never opened")
+            end_s = SystemClock.now_s() + 10
+            while not self.is_open.is_set() and not self._passes.acquire(timeout=0.001):
+                if SystemClock.now_s() > end_s:
+                    raise TimeoutError("the gate was never opened")
         return rows * 2
+
+    async def let_one_batch_pass(self) -> None:
+        """Let the batch inside go, and return when the next one is inside."""
+        self.entered.clear()
+        self._passes.release()
+        await asyncio.to_thread(self.entered.wait, 10)
