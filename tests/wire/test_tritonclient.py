@@ -25,9 +25,7 @@ def request_of(array: np.ndarray[Any, Any], *, is_binary: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("is_binary", [True, False])
-@pytest.mark.parametrize(
-    "dtype", ["bool", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "object"]
-)
+@pytest.mark.parametrize("dtype", ["bool", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "object"])
 def test_every_datatype_comes_back_exactly(client: Any, dtype: str, is_binary: bool) -> None:
     """X6, case 17: as binary and as JSON; the client itself cannot write FP16 as JSON."""
     if dtype == "f2" and not is_binary:
