@@ -9,7 +9,6 @@
 thing although it is long: what a setting is, how its text is read and who may set it must not drift apart.
 """
 
-import difflib
 import os
 import re
 import sys
@@ -296,8 +295,14 @@ def _number(setting: Setting, value: object) -> float:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """A ` (did you mean …?)` for an unknown word; empty when nothing is close."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    close = _close(word, known, 0.6)
+    return f" (did you mean {close!r}?)" if close else ""
+
+
+def _close(word: str, known: Iterable[str], cutoff: float) -> str:
+    import difflib  # only mistakes need it
+
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), "")
 
 
 # ------------------------------------------------------------------------------------------------ reading the file
@@ -522,9 +527,9 @@ def _take_environment(merge: _Merge, environment: Mapping[str, str]) -> None:
         # Kubernetes puts HEADRACE_PORT=tcp://… and HEADRACE_SERVICE_PORT… into every pod beside a Service named
         # headrace; only what looks like a slip of the pen is a problem, the rest belongs to somebody else.
         elif "://" not in value and "_service_" not in f"_{name}_" and not re.search(r"port_\d+_", name):
-            close = difflib.get_close_matches(name, list(BY_NAME), n=1, cutoff=0.8)
+            close = _close(name, BY_NAME, 0.8)
             if close:
-                merge.problems.append(f"{key}: unknown setting (did you mean HEADRACE_{close[0].upper()}?)")
+                merge.problems.append(f"{key}: unknown setting (did you mean HEADRACE_{close.upper()}?)")
 
 
 def _entries(merge: _Merge, models: object, lines: _Lines, folder: Path) -> list[ModelEntry]:

@@ -51,3 +51,13 @@ def cpu_seconds(pid: int) -> float:
 def _stat_fields(pid: int) -> list[str]:
     # The name in field 2 may hold spaces and brackets; everything after its last bracket is regular (proc(5)).
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def age_s(pid: int) -> float:
+    """Seconds since the process was created, an exec in between included; 0 when it is gone."""
+    try:
+        with open("/proc/uptime") as file:
+            uptime_s = float(file.read().split()[0])
+        return max(0.0, uptime_s - int(_stat_fields(pid)[19]) / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):
+        return 0.0

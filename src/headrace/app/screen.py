@@ -5,11 +5,13 @@ the same text. Both are imported while the workers load, so the screen costs no 
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
+from headrace.app.observe import age_s
 from headrace.config import Settings
 from headrace.home import Home
 from headrace.report import ReplicaReport, WorkerReport
@@ -35,7 +37,8 @@ class StartScreen:
 
     def __init__(self) -> None:
         self._is_terminal = sys.stdout.isatty()
-        self._began_s = time.monotonic()
+        # Counted from the moment the command was typed, not from this line.
+        self._began_s = time.monotonic() - age_s(os.getpid())
         self._frames = 0
 
     @property

@@ -288,6 +288,8 @@ class Supervisor:
 
     def _on_status(self, child: Child) -> None:
         descriptor = child.status_fd
+        if descriptor < 0:
+            return  # it was reaped by an event of the same turn
         is_news = child.read_status()
         if child.status_fd < 0:
             self._selector.unregister(descriptor)

@@ -9,7 +9,7 @@ from headrace.cli.output import Output, print_json, print_table
 from headrace.cli.serve import with_settings
 from headrace.config import SETTINGS, Configuration, load
 
-app = App(name="config")
+app = App(name="config", help="Settings and where they come from.")
 
 
 @app.command

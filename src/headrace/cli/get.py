@@ -10,7 +10,7 @@ from headrace.cli.problems import CommandFailed
 from headrace.config import home_folder
 from headrace.home import Home
 
-app = App(name="get")
+app = App(name="get", help="Show what is served.")
 
 
 @app.command

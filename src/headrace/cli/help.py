@@ -1,7 +1,11 @@
 """How `--help` looks: plain text in two columns within 80, no boxes and no colour, the same in pipes and terminals."""
 
 import textwrap
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from cyclopts.help import HelpEntry, HelpPanel
+    from rich.console import Console, ConsoleOptions
 
 COLUMNS: Final = 80
 NAMES_WIDTH_MAX: Final = 26
@@ -10,7 +14,7 @@ NAMES_WIDTH_MAX: Final = 26
 class PlainHelp:
     """A cyclopts help formatter (`cyclopts.help.protocols.HelpFormatter`)."""
 
-    def __call__(self, console: Any, _options: Any, panel: Any) -> None:
+    def __call__(self, console: "Console", options: "ConsoleOptions", panel: "HelpPanel") -> None:
         """Print one panel: a title, then names and what they mean side by side."""
         entries = [(self._names(entry, panel.format), self._meaning(entry)) for entry in panel.entries]
         if not entries:
@@ -22,26 +26,26 @@ class PlainHelp:
                 console.print(line, highlight=False, markup=False, soft_wrap=True)
         console.print()
 
-    def render_usage(self, console: Any, _options: Any, usage: Any) -> None:
+    def render_usage(self, console: "Console", options: "ConsoleOptions", usage: Any) -> None:
         """Print the usage line."""
         if usage:
             console.print(_plain(usage).strip(), highlight=False, markup=False)
             console.print()
 
-    def render_description(self, console: Any, options: Any, description: Any) -> None:
+    def render_description(self, console: "Console", options: "ConsoleOptions", description: Any) -> None:
         """Print the text of the command."""
         if description:
             from cyclopts.help.formatters.plain import PlainFormatter
 
             PlainFormatter().render_description(console, options, description)
 
-    def _names(self, entry: Any, kind: str) -> str:
+    def _names(self, entry: "HelpEntry", kind: str) -> str:
         labels = sorted({*entry.positive_names, *entry.positive_shorts}, key=lambda label: (-len(label), label))
-        if kind == "parameter" and labels and not labels[0].startswith("-"):
-            return str(labels[0]).upper()
+        if kind == "parameter" and not labels:
+            labels = list(entry.display_labels)  # a positional argument, already in capitals
         return ", ".join(labels)
 
-    def _meaning(self, entry: Any) -> str:
+    def _meaning(self, entry: "HelpEntry") -> str:
         parts = [_plain(entry.description)]
         if entry.choices:
             parts.append(f"[{', '.join(entry.choices)}]")

@@ -23,7 +23,7 @@ COMMANDS: Final = (
     ("model", "headrace.cli.model:app", "Versions of models: `model list`, `model alias`."),
     ("records", "headrace.cli.records:app", "The record of every request: `records tail`."),
     ("config", "headrace.cli.config:app", "Settings and where they come from: `config explain`."),
-    ("doctor", "headrace.cli.doctor:doctor", "Check this machine: what it has, what is missing, one fix per line."),
+    ("doctor", "headrace.cli.doctor:doctor", "What this machine has, what is missing, one fix per line."),
     ("worker", "headrace.cli.worker:worker", "Run one worker alone, as Kubernetes does."),
     ("control", "headrace.cli.control:control", "Run the control process alone: metrics and health of a home."),
     ("version", "headrace.cli.version:version", "Show versions."),

@@ -12,7 +12,7 @@ from headrace.config import home_folder
 from headrace.control_plane import publish
 from headrace.home import Home
 
-app = App(name="model")
+app = App(name="model", help="Versions of models, and which of them is the default.")
 
 
 @app.command(name="list")

@@ -14,7 +14,7 @@ from headrace.config import home_folder
 from headrace.home import Home
 from headrace.records import Amendment, Record
 
-app = App(name="records")
+app = App(name="records", help="The record of every request.")
 
 HEADINGS: Final = ("TIME    ", "ENDPOINT      ", "VERSION", "ENDING   ", "ROWS", "TOTAL  ", "REQUEST")
 
@@ -24,7 +24,7 @@ def tail(
     *,
     count: Annotated[int, Parameter(name=["--count", "-n"], help="How many.")] = 10,
     follow: Annotated[
-        bool, Parameter(name=["--follow", "-f"], negative="", help="Go on with what is written from now on.")
+        bool, Parameter(name=["--follow", "-f"], negative="", show_default=False, help="Go on with what is written.")
     ] = False,
     output: Output = "table",
     home: HomeFlag = None,

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from headrace.artefact import file_digest, foreign_format, foreign_suffix
+from headrace.errors import LoadError
 from headrace.snapshot import VersionSpec, version_key
 
 __all__ = ["DiscoverProblem", "Discovery", "FoundModel", "discover", "survey"]
@@ -312,7 +313,4 @@ def _refuse_empty(source: Path, found: _Found) -> NoReturn:
 
 
 def _refuse(message: str) -> NoReturn:
-    # Imported here because headrace.errors brings numpy, which the supervisor must not load while all is well.
-    from headrace.errors import LoadError
-
     raise LoadError(message)

@@ -283,7 +283,8 @@ def name_list(names: Sequence[str]) -> str:
 
 def nearest_hint(name: str, known: Sequence[str]) -> str:
     """`; hint: …` when a known name is close, else nothing."""
-    near = get_close_matches(name[:QUOTE_CHARACTERS_MAX], known, 1)
+    near = [other for other in known if other.casefold() == name.casefold()]
+    near += get_close_matches(name[:QUOTE_CHARACTERS_MAX], known, 1)
     return f"; hint: did you mean {near[0]!r}?" if near else ""
 
 
@@ -345,7 +346,10 @@ def _compile_categories(datatype: Datatype, values: Sequence[float | str], colum
     leaves = [_leaf(datatype, value) for value in values]
     array = np.empty(len(leaves), datatype.dtype)
     array[:] = [leaf.encode() for leaf in leaves if isinstance(leaf, str)] if datatype is Datatype.BYTES else leaves
-    return _Categories(column, frozenset(array.tolist()), quote(list(values))[1:].removesuffix("]"))
+    text = ", ".join(quote(value) if isinstance(value, str) else f"{value:g}" for value in values[:_NAMES_MAX])
+    if len(values) > _NAMES_MAX:
+        text += f" and {len(values) - _NAMES_MAX} more"
+    return _Categories(column, frozenset(array.tolist()), text)
 
 
 def _template(spec: TensorSpec, is_batched: bool, default: Leaf | None, defaults: Mapping[int, Leaf]) -> Array | None:

@@ -20,18 +20,18 @@ import bisect
 import gc
 import ipaddress
 import math
+import multiprocessing
 import os
-import pickle
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final, Literal
+from multiprocessing import connection
+from typing import Any, Final, Literal, cast
 
 import httptools
 import msgspec
@@ -356,8 +356,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's own class does not inherit it
         self.is_open = True
 
     def data_received(self, data: bytes) -> None:
@@ -750,47 +749,39 @@ def run_in_process(
     Raises:
         RuntimeError: The process ended without a result; its error output was passed through.
     """
-    source = "from headrace.drills.load import _serve_plan; _serve_plan()"
-    with subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        limit_s = start_s_max + plan.duration_s + plan.grace_s
-        killer = threading.Timer(limit_s, process.kill)
-        killer.start()
-        try:
-            # Only our own child writes to this pipe; pickle carries the arrays without a copy in between.
-            pickle.dump((plan, core, progress is not None), process.stdin)
-            process.stdin.close()
-            while True:
-                message = pickle.load(process.stdout)
-                if isinstance(message, LoadResult):
-                    return message
-                if progress:
-                    progress(*message)
-        except (EOFError, BrokenPipeError) as error:
-            raise RuntimeError(f"the load process ended without a result, within {limit_s:.0f} s") from error
-        finally:
-            killer.cancel()
-            process.kill()
+    limit_s = start_s_max + plan.duration_s + plan.grace_s
+    end_s = time.monotonic() + limit_s
+    # A socket pair of its own: what a library prints in the child cannot be taken for a result.
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        source = f"from headrace.drills.load import _serve_plan; _serve_plan({theirs.fileno()})"
+        with subprocess.Popen([sys.executable, "-c", source], pass_fds=[theirs.fileno()]) as process:
+            theirs.close()
+            try:
+                ours.send((plan, core, progress is not None))
+                while ours.poll(max(0.0, end_s - time.monotonic())):
+                    message = ours.recv()
+                    if isinstance(message, LoadResult):
+                        return message
+                    if progress:
+                        progress(*message)
+            except (EOFError, ConnectionError) as error:
+                raise RuntimeError("the load process ended without a result") from error
+            finally:
+                process.kill()
+    raise RuntimeError(f"the load process gave no result within {limit_s:.0f} s and was killed")
 
 
-def _serve_plan() -> None:
-    """Body of the process that `run_in_process` starts: plan on stdin, progress and result on stdout."""
+def _serve_plan(fd: int) -> None:
+    """Body of the process that `run_in_process` starts: takes the plan, tells about progress, hands the result over."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    plan, core, wants_progress = pickle.load(sys.stdin.buffer)
-    if core is not None:
-        os.sched_setaffinity(0, {core})
-    stdout = sys.stdout.buffer
-
-    def tell(message: object) -> None:
-        pickle.dump(message, stdout, protocol=pickle.HIGHEST_PROTOCOL)
-        stdout.flush()
-
-    def progress(completed: int, elapsed_s: float) -> None:
-        tell((completed, elapsed_s))
-
-    gc.freeze()
-    tell(run(plan, progress if wants_progress else None))
+    with connection.Connection(fd) as parent:
+        plan, core, wants_progress = parent.recv()
+        if core is not None:
+            os.sched_setaffinity(0, {core})
+        gc.freeze()
+        result = run(plan, (lambda *seen: parent.send(seen)) if wants_progress else None)
+        parent.send(result)
 
 
 def infer_request_bytes(

@@ -18,7 +18,7 @@ import onnxruntime
 from headrace.artefact import ArtefactError, external_file, foreign_format, read_outline
 from headrace.errors import InvalidInput, LoadError, ModelFailed
 from headrace.snapshot import RuntimeOptions, VersionSpec
-from headrace.types import Array, Datatype, Signature, TensorSpec
+from headrace.tensors import Array, Datatype, Signature, TensorSpec
 
 __all__ = ["OnnxRuntime", "load"]
 

@@ -29,7 +29,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
@@ -333,7 +333,8 @@ class SegmentWriter:
 
     def _tell(self, waiting: list[Callable[[bool], None]], is_done: bool, count: int) -> None:
         """On the event loop: one wake-up for a whole batch."""
-        self._on_outcome("written" if is_done else "dropped", count)
+        if count:
+            self._on_outcome("written" if is_done else "dropped", count)
         for done in waiting:
             try:
                 done(is_done)
@@ -652,7 +653,7 @@ def iter_records(
     follow: bool = False,
     poll_s: float = 0.2,
     on_damage: Callable[[SegmentDamage], None] | None = None,
-) -> Iterator[Record | Amendment]:
+) -> Generator[Record | Amendment, None, None]:
     """Read every segment below a directory: worker by worker, each worker's records in the order they were written.
 
     Args:

@@ -220,7 +220,7 @@ class RecordFold:
                     cells[_SECONDS_SUM] += stage_s
             if record.batch_rows:
                 series.batch_rows(record.batch_rows)
-            if record.code or record.degraded:
+            if record.ending == "rejected" or record.degraded:
                 series.count_trouble(record)
 
     def _open(self, record: Record) -> _Series:

@@ -133,8 +133,8 @@ class Histogram:
         self._sum_at = self._above + 1
 
     def observe(self, value: float) -> None:
-        """Count one value; NaN, which would poison the sum for ever, is left out."""
-        if value != value:
+        """Count one value; NaN and infinities, which would poison the sum for ever, are left out."""
+        if value - value != 0.0:
             return
         cells = self.cells
         cells[bisect_left(self._bounds_list, value)] += 1.0
@@ -143,15 +143,14 @@ class Histogram:
     def observe_many(self, values: Sequence[float] | np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
         """Count many values at once; NaN and infinities are left out."""
         array = np.asarray(values, dtype=np.float64)
-        total = float(array.sum())
-        if not math.isfinite(total):
-            array = array[np.isfinite(array)]
-            total = float(array.sum())
+        is_finite = np.isfinite(array)
+        if not is_finite.all():
+            array = array[is_finite]
         cells = self.cells
         for index, count in enumerate(np.bincount(np.searchsorted(self._bounds, array, side="left")).tolist()):
             if count:
                 cells[index] += count
-        cells[self._sum_at] += total
+        cells[self._sum_at] += float(array.sum())
 
 
 class Ledger:
@@ -205,7 +204,7 @@ class SlotWriter:
         self.path = path
         self._fd = fd
         self._clock = clock
-        self._bytes = os.fstat(fd).st_size
+        self._bytes = os.fstat(fd).st_size // 8 * 8
         self._map = mmap.mmap(fd, self._bytes)
         self._cells = memoryview(self._map).cast("d")
         self._ledgers: dict[str, Ledger] = {}
@@ -489,7 +488,7 @@ def settle(path: Path) -> dict[str, int]:
     lost: dict[str, int] = {}
     try:
         _lock(fd, path)
-        with mmap.mmap(fd, os.fstat(fd).st_size) as mapped:
+        with mmap.mmap(fd, os.fstat(fd).st_size // 8 * 8) as mapped:
             _check_magic(mapped, path)
             with memoryview(mapped) as raw, raw.cast("d") as cells:
                 for entry in _walk(mapped):

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from headrace.types import Array, Datatype
+from headrace.tensors import Array, Datatype
 
 OPSET: Final = 17
 IR_VERSION: Final = 8

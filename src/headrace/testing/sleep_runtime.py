@@ -16,7 +16,7 @@ import msgspec
 
 from headrace.errors import LoadError, ModelFailed
 from headrace.snapshot import RuntimeOptions, VersionSpec
-from headrace.types import Array, Datatype, Signature, TensorSpec
+from headrace.tensors import Array, Datatype, Signature, TensorSpec
 
 __all__ = ["SleepArtefact", "SleepRuntime", "load", "write_artefact"]
 

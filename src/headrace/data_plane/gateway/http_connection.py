@@ -175,7 +175,7 @@ class Connection(asyncio.Protocol):
         """Hand parsed requests over while the bound allows; returns how many left the queue."""
         parsed, pipeline, front = self._parsed, self._pipeline, self.front
         bound = front.settings.pipelined_requests_max
-        count = 0
+        count = ready_bytes = 0
         while parsed and len(pipeline) < bound and not self._is_write_paused and count < _TURN_REQUESTS:
             exchange = parsed.popleft()
             pipeline.append(exchange)
@@ -186,6 +186,11 @@ class Connection(asyncio.Protocol):
                 self._decode(exchange)
             else:
                 front.hand_over(exchange)
+            if parsed and exchange.is_ready:
+                # Large answers are written before more are made, so that a slow reader is noticed in time.
+                ready_bytes += body_bytes(exchange.reply_body)
+                if ready_bytes > _JOINED_BYTES_MAX:
+                    break
         return count
 
     def _tell(self, exchange: Exchange, error: HeadraceError) -> None:

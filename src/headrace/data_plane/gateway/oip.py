@@ -834,8 +834,8 @@ def _pack(plan: _Plan, shape: tuple[int, ...], count: int, data: list[Any]) -> A
 def _range_error(plan: _Plan, data: list[Any]) -> InvalidInput:
     datatype = plan.spec.datatype
     if datatype.kind == "f":
-        limit = np.finfo(datatype.dtype).max
-        expected = f"{-limit} to {limit}"
+        limit = float(np.finfo(datatype.dtype).max)
+        expected = f"{-limit:g} to {limit:g}"
     else:
         limits = np.iinfo(datatype.dtype)
         expected = f"{limits.min} to {limits.max}"
