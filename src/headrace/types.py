@@ -1,7 +1,6 @@
 """The nouns that every part of Headrace shares. Imports nothing heavy, since every process needs them."""
 
 from enum import StrEnum
-from typing import Any
 
 
 class Ending(StrEnum):
@@ -35,12 +34,3 @@ class ReplicaState(StrEnum):
     READY = "ready"
     DRAINING = "draining"
     FAILED = "failed"
-
-
-def __getattr__(name: str) -> Any:
-    # TEMPORARY while callers move to headrace.tensors
-    if name not in {"Array", "Datatype", "DATATYPES", "TensorSpec", "Signature", "element_count"}:
-        raise AttributeError(name)
-    import headrace.tensors as tensors
-
-    return getattr(tensors, name)

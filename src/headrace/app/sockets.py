@@ -84,13 +84,25 @@ def port_owner(port: int) -> str:
     if not inodes:
         return ""
     for folder in Path("/proc").glob("[0-9]*/fd"):
-        try:
-            targets = {os.readlink(entry) for entry in folder.iterdir()}
-            if targets & inodes:
+        if any(target in inodes for target in _targets(folder)):
+            try:
                 return f"{(folder.parent / 'comm').read_text().strip()} (pid {folder.parent.name})"
-        except OSError:
-            continue
+            except OSError:
+                continue
     return ""
+
+
+def _targets(folder: Path) -> Iterator[str]:
+    """What a process has open; nothing of a process that may not be looked into."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return
+    for name in names:
+        try:
+            yield os.readlink(folder / name)
+        except OSError:
+            continue  # closed since it was listed, as is the descriptor that listed it
 
 
 def _listening_inodes(port: int) -> Iterator[str]:

@@ -12,6 +12,7 @@ be replaced.
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import importlib
 import os
@@ -27,7 +28,9 @@ import msgspec
 import setproctitle
 import uvloop
 
-from headrace.app.start import read_settings
+from headrace.app.companion import Companion
+from headrace.app.sockets import listen
+from headrace.app.start import StartError, read_settings
 from headrace.app.worker_gauges import WorkerGauges
 from headrace.clock import SystemClock
 from headrace.config import Settings
@@ -265,8 +268,9 @@ class Worker:
 
     # ---------------------------------------------------------------- how it ends
 
-    def lifeline_lost(self) -> None:
+    def lifeline_lost(self, lifeline_fd: int) -> None:
         """The supervisor has died: nobody would restart or stop this worker any more."""
+        asyncio.get_running_loop().remove_reader(lifeline_fd)
         log("warning", "supervisor gone, draining")
         self._stop.set()
 
@@ -334,26 +338,33 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=1)
     parser.add_argument("--home", type=Path, required=True)
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--listen-fd", type=int, required=True)
+    parser.add_argument("--listen-fd", type=int)
+    parser.add_argument("--standalone", action="store_true")
     parser.add_argument("--lifeline-fd", type=int)
     parser.add_argument("--status-fd", type=int)
     options = parser.parse_args()
     setproctitle.setproctitle(f"headrace: worker {options.number}")
     home = Home(options.home)
     settings = read_settings(home)
-    listening = socket.socket(fileno=options.listen_fd)
-    listening.setblocking(False)
 
     async def live() -> int:
-        worker = Worker(options.number, home, settings, listening, options.workers, options.status_fd)
-        if options.lifeline_fd is not None:
-            asyncio.get_running_loop().add_reader(options.lifeline_fd, worker.lifeline_lost)
-        return await worker.run()
+        with contextlib.ExitStack() as stack:
+            if options.standalone:
+                listening = listen(settings.http_host, settings.http_port, "http")
+                companion = stack.enter_context(Companion(home, settings))
+                stack.callback(asyncio.ensure_future(companion.keep_alive()).cancel)
+            else:
+                listening = socket.socket(fileno=options.listen_fd)
+                listening.setblocking(False)
+            worker = Worker(options.number, home, settings, listening, options.workers, options.status_fd)
+            if options.lifeline_fd is not None:
+                asyncio.get_running_loop().add_reader(options.lifeline_fd, worker.lifeline_lost, options.lifeline_fd)
+            return await worker.run()
 
     try:
         code = uvloop.run(live())
-    except ConfigError as error:
-        log("error", "worker not started", problems=error.problems)
+    except (ConfigError, StartError) as error:
+        print(f"headrace: {error}", file=sys.stderr)
         code = EXIT_NOTHING_TO_SERVE
     sys.stdout.flush()
     os._exit(code)  # executor threads may still be inside a model; the kernel takes them

@@ -35,6 +35,9 @@ class SleepArtefact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         stall_every: Every so-manieth run takes `stall_s` more; 0 is never.
         stall_s: Length of a stall, seconds.
         load_s: Time that loading takes, seconds.
+        leak_bytes: Memory that every run takes and never gives back.
+        is_slowed_by_input: A run takes as many seconds more as its most negative input says: a row of -2.5 makes it
+            2.5 s longer. So one model serves callers who want to hold it up and callers who do not, and loads fast.
     """
 
     base_s: float = 0.0
@@ -45,10 +48,13 @@ class SleepArtefact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stall_every: int = 0
     stall_s: float = 0.0
     load_s: float = 0.0
+    leak_bytes: int = 0
+    is_slowed_by_input: bool = False
 
     def __post_init__(self) -> None:
-        if min(self.base_s, self.per_row_s, self.fail_every, self.stall_every, self.stall_s, self.load_s) < 0:
-            raise ValueError("times and intervals are 0 or more")
+        times = (self.base_s, self.per_row_s, self.stall_s, self.load_s)
+        if min(*times, self.fail_every, self.stall_every, self.leak_bytes) < 0:
+            raise ValueError("times, intervals and sizes are 0 or more")
         if self.columns < 1 or not 0 <= self.jitter <= 1:
             raise ValueError("columns is 1 or more and jitter is 0 to 1")
 
@@ -64,6 +70,7 @@ class SleepRuntime:
         self._is_closed = False
         self._runs = itertools.count(1)
         self._random = random.Random(0)
+        self._leaked: list[bytes] = []
         self._signature = Signature(
             inputs=(TensorSpec("x", Datatype.FP32, (-1, artefact.columns)),),
             outputs=(TensorSpec("y", Datatype.FP32, (-1, 1)),),
@@ -102,7 +109,12 @@ class SleepRuntime:
             raise ModelFailed("the model failed: its input is x and its output is y")
         array = inputs["x"]
         run = next(self._runs)
-        time.sleep(self.duration_s(rows=array.shape[0], run=run))
+        seconds = self.duration_s(rows=array.shape[0], run=run)
+        if self._artefact.is_slowed_by_input:
+            seconds += max(0.0, -float(array.min(initial=0.0)))
+        if self._artefact.leak_bytes:
+            self._leaked.append(b"x" * self._artefact.leak_bytes)  # written, so that it is resident
+        time.sleep(seconds)
         if self._artefact.fail_every and run % self._artefact.fail_every == 0:
             raise ModelFailed(f"the model failed: run {run} fails, as its artefact says")
         return [array[:, :1].copy() for _ in outputs]
