@@ -4,6 +4,7 @@ The children here are small scripts that write down what happens to them in `HOM
 in a process of its own, so that it can be killed.
 """
 
+import itertools
 import os
 import signal
 import socket
@@ -188,7 +189,7 @@ def test_a_worker_that_keeps_dying_waits_longer_each_time(start: Start) -> None:
     server.until(lambda: server.count("worker-1", "start") == 5)
 
     starts = server.times("worker-1", "start")
-    waits = [after - before for before, after in zip(starts, starts[1:], strict=False)]
+    waits = [after - before for before, after in itertools.pairwise(starts)]
     for wait_s, least_s in zip(waits, (0.1, 0.2, 0.4, 0.8), strict=True):
         assert least_s <= wait_s < least_s + 0.6, waits
 

@@ -1,4 +1,3 @@
-# ruff: noqa: SIM300 -- tests here read "expected == actual", literals included
 """The contract of an endpoint: what it refuses, what it says, and which contracts are themselves wrong."""
 
 from typing import Any

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,37 @@ async def test_a_send_that_fails_after_the_commit_is_amended(tmp_path: Path) -> 
         assert (first.ending, second.ending) == ("answered", "abandoned")
         assert Ending.ABANDONED is ticket.ending
         assert (rig.ledger("m").abandoned, rig.ledger("m").difference) == (1, 0)
+
+
+class PatientSink(MemorySink):
+    """Commits only when told to."""
+
+    def commit(self, records: Sequence[Record | Amendment], done: Callable[[bool], None]) -> None:
+        self.held = (records, done)
+
+    def go_on(self, *, is_on_disk: bool) -> None:
+        records, done = self.held
+        if is_on_disk:
+            self.write(records)
+        done(is_on_disk)
+
+
+@pytest.mark.parametrize("is_on_disk", [True, False])
+async def test_a_caller_that_leaves_during_the_commit_has_one_record_whose_last_word_is_abandoned(
+    tmp_path: Path, is_on_disk: bool
+) -> None:
+    """O3: the record on its way to the disk is amended, or written once when it did not get there."""
+    sink = PatientSink(asyncio.get_running_loop().call_soon)
+    changes = {"m": {"records": RecordPolicy(durability="strict")}}
+    async with Rig(tmp_path, {"m": lambda rows: rows}, sink=sink, changes=changes) as rig:
+        ticket, _ = rig.start("m", [1])
+        while not hasattr(sink, "held"):  # noqa: ASYNC110  # the batch runs on this loop
+            await asyncio.sleep(0)
+        rig.pipeline.abandon(ticket)
+        sink.go_on(is_on_disk=is_on_disk)
+        await rig.idle()
+
+        entries = [(type(entry), entry.ending) for entry in sink.records]
+        amended = [(Record, "answered"), (Amendment, "abandoned")]
+        assert (amended if is_on_disk else [(Record, "abandoned")]) == entries
+        assert (1, 0) == (rig.ledger("m").abandoned, rig.ledger("m").difference)

@@ -192,3 +192,14 @@ def test_counts_under_an_earlier_releases_bounds_are_kept(fleet: Fleet) -> None:
 
     assert [1, 3, 3, 5] == [samples[bucket.format(le)] for le in ("2.0", "4.0", "1024.0", "+Inf")]
     assert samples['batch_rows_sum{endpoint="flower",model="iris",version="1"}'] == 9011
+
+
+def test_slots_of_other_processes_count_and_are_no_worker(fleet: Fleet) -> None:
+    """What the supervisor counts is shown; it is not taken for a worker that fell silent (O1)."""
+    supervisor = SlotWriter.open(fleet.folder / "supervisor.slots", clock=fleet.clock)
+    Meter(supervisor).counter("replica_restarts_total", "flower", "iris", "1").add()
+    fleet.clock.advance(ALIVE_S_MAX + 1)
+    samples = fleet.samples()
+
+    assert samples['replica_restarts_total{endpoint="flower",model="iris",version="1"}'] == 1
+    assert not [name for name in samples if name.startswith(("worker_", "connections"))]

@@ -136,6 +136,9 @@ class _WithOwnProcesses(Collector):
                 _add(family, "headrace_memory_bytes", own, resident_bytes)
             elif family.name == "headrace_cpu_seconds":
                 _add(family, "headrace_cpu_seconds_total", own, cpu_seconds)
+            elif family.name == "headrace_worker_starts":
+                # The supervisor keeps a slots file for its one counter, but it is no worker.
+                family.samples = [sample for sample in family.samples if sample.labels["worker"] != "supervisor"]
             yield family
 
 
@@ -258,7 +261,6 @@ class Control:
         staying = [report for report in read_reports(self._home) if report.state in ("starting", "ready")]
         if len(staying) >= self._settings.workers and all(report.snapshot_id == desired for report in staying):
             self._home.mark_good(desired)
-            log("info", "snapshot is good", snapshot=desired)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -151,9 +151,9 @@ def _speed_lines(default: ReplicaReport, replicas: Sequence[ReplicaReport]) -> l
         curve += f" · not batched: {default.batching}"
     rate = sum(replica.sustainable_rate for replica in replicas)
     lines: list[Line] = [(("  speed  ", "dim"), (text, "")) for text in _wrap(curve)]
-    lines.append(
-        (("  load   ", "dim"), (f"sustains {rate:,.0f} rows/s over {_count(len(replicas), 'worker')}", "good"))
-    )
+    if default.lossy_rate is None:
+        load = f"sustains {rate:,.0f} rows/s over {_count(len(replicas), 'worker')}"
+        lines.append((("  load   ", "dim"), (load, "good")))
     if provider := default.facts.get("provider") or default.facts.get("providers"):
         lines.append((("  runs   ", "dim"), (provider[: COLUMNS - 9], "")))
     if default.lossy_rate is not None:
@@ -186,17 +186,33 @@ def _address_lines(base: str, name: str, settings: Settings, metadata: dict[str,
     lines: list[Line] = [(("serving  ", "dim"), (url, "link"))]
     example = example_request(metadata)
     if example is not None:
-        body = json.dumps(example, separators=(",", ":"), ensure_ascii=False)
         insecure = "-k " if settings.tls_cert else ""
-        command = f"curl {insecure}{url} -d '{body}'"
-        if len(command) <= COLUMNS - 9:
-            lines.append((("try      ", "dim"), (command, "")))
-        elif len(body) < 2000:
-            # The shell joins the two lines again; a body that is longer than a line wraps in the terminal, which
-            # copies as one line.
-            lines.append((("try      ", "dim"), (f"curl {insecure}{url} \\", "")))
-            lines.append(((f"  -d '{body}'", ""),))
+        lines.append((("try      ", "dim"), (f"curl {insecure}{url} -d '", "")))
+        # Line breaks inside the quotes are white space of the JSON, so the lines paste as one command.
+        lines += [((part, ""),) for part in _json_lines(example)]
     return lines
+
+
+def _json_lines(request: dict[str, Any]) -> list[str]:
+    """JSON in lines of at most 80 columns, broken between values only."""
+    pieces: list[str] = []
+    for index, tensor in enumerate(request["inputs"]):
+        head = json.dumps({key: value for key, value in tensor.items() if key != "data"}, separators=(",", ":"))
+        pieces += ['{"inputs":[' + head[:-1] if index == 0 else head[:-1], '"data":[' + _json(tensor["data"][0])]
+        pieces += [_json(value) for value in tensor["data"][1:]]
+        pieces[-1] += "]}" if index < len(request["inputs"]) - 1 else "]}]}'"
+    lines = [pieces[0]]
+    for piece in pieces[1:]:
+        if len(lines[-1]) + len(piece) + 2 > COLUMNS:
+            lines[-1] += ","
+            lines.append(piece)
+        else:
+            lines[-1] += f",{piece}"
+    return lines
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def example_request(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -208,7 +224,7 @@ def example_request(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
         count = 1
         for dimension in shape:
             count *= dimension
-        if count > 256:
+        if not 0 < count <= 128:
             return None
         data = [_SAMPLES.get(tensor["datatype"], 0)] * count
         tensors.append({"name": tensor["name"], "shape": shape, "datatype": tensor["datatype"], "data": data})

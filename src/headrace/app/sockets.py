@@ -86,10 +86,16 @@ def port_owner(port: int) -> str:
     for folder in Path("/proc").glob("[0-9]*/fd"):
         if any(target in inodes for target in _targets(folder)):
             try:
-                return f"{(folder.parent / 'comm').read_text().strip()} (pid {folder.parent.name})"
+                return f"{_name(folder.parent)} (pid {folder.parent.name})"
             except OSError:
                 continue
     return ""
+
+
+def _name(process: Path) -> str:
+    # The kernel's name for it stops after 15 characters; our own processes write a title over their arguments.
+    title = (process / "cmdline").read_text(errors="replace").rstrip("\0 ")
+    return title if title.startswith("headrace:") else (process / "comm").read_text().strip()
 
 
 def _targets(folder: Path) -> Iterator[str]:

@@ -565,7 +565,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return supervisor.run()
     except StartError as error:
-        _say(*str(error).splitlines())
+        _say(error.message)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
         return 1
 
 

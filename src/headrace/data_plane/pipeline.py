@@ -165,12 +165,17 @@ class Pipeline:
         """Strict durability: one write and one sync for all of them, then the answers; a send that fails after the
         commit is written down as an amendment."""
         records = [self._record(ticket, Ending.ANSWERED) for ticket in tickets]
+        for ticket in tickets:
+            ticket.is_committing = True
 
         def committed(is_on_disk: bool) -> None:
             for ticket, record in zip(tickets, records, strict=True):
-                if ticket.ending is not None:
+                ticket.is_committing = False
+                if ticket.ending is not None:  # the caller left meanwhile
                     if is_on_disk:
                         self._amend(record, ticket.ending)
+                    else:
+                        self._write(self._record(ticket, ticket.ending))
                 elif not is_on_disk:
                     self.refuse(ticket, RecordsUnavailable("the record of this request could not be written to disk"))
                 elif ticket.call.send():
@@ -182,7 +187,7 @@ class Pipeline:
         self._sink.commit(records, committed)
 
     def _amend(self, record: Record, ending: Ending) -> None:
-        self._unwritten.append(Amendment(record.request_id, self._clock.unix_s(), ending, "send_failed"))
+        self._write(Amendment(record.request_id, self._clock.unix_s(), ending, "caller_gone"))
 
     # ---------------------------------------------------------------- the end
 
@@ -212,7 +217,7 @@ class Pipeline:
 
         **Invariant**: at most once per ticket, and the only way that one closes (tests/promises/test_one_ending.py).
         """
-        self._end(ticket, ending, self._record(ticket, ending), is_written=False)
+        self._end(ticket, ending, self._record(ticket, ending), is_written=ticket.is_committing)
 
     def _end(self, ticket: Ticket, ending: Ending, record: Record, *, is_written: bool) -> None:
         assert ticket.ending is None, f"request {ticket.request_id} ended twice"
@@ -229,11 +234,18 @@ class Pipeline:
         self._ended.append(record)
         if not is_written:
             self._unwritten.append(record)
+        self._flush_soon()
+        self.admission.note_idle()
+
+    def _write(self, entry: Record | Amendment) -> None:
+        self._unwritten.append(entry)
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        # Once per loop turn, for all requests that ended in it.
         if not self._is_flush_due:
-            # Once per loop turn, for all requests that ended in it.
             self._is_flush_due = True
             self._loop.call_soon(self._flush)
-        self.admission.note_idle()
 
     def _flush(self) -> None:
         """Write and fold what has ended since the last time."""

@@ -92,7 +92,8 @@ class Ticket:
     """One request between its receipt and its ending.
 
     Times are monotonic seconds; 0.0 means "not reached". `pieces` counts the parts of a many-row request that have not
-    come back from a batch yet.
+    come back from a batch yet. While `is_committing`, a record that says "answered" is on its way to the disk (strict
+    durability): whatever happens to the ticket meanwhile is written as an amendment.
     """
 
     call: Call
@@ -111,6 +112,7 @@ class Ticket:
     status: int = 0
     bytes_out: int = 0
     pieces: int = 0
+    is_committing: bool = False
     parts: list[tuple[int, list[Array]]] = field(default_factory=list)
     batch_rows: int = 0
     batches: int = 0

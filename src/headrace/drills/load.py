@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from multiprocessing import connection
+from multiprocessing.connection import Connection
 from typing import Any, Final, Literal, cast
 
 import httptools
@@ -775,7 +775,7 @@ def run_in_process(
 def _serve_plan(fd: int) -> None:
     """Body of the process that `run_in_process` starts: takes the plan, tells about progress, hands the result over."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with connection.Connection(fd) as parent:
+    with Connection(fd) as parent:
         plan, core, wants_progress = parent.recv()
         if core is not None:
             os.sched_setaffinity(0, {core})

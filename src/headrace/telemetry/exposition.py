@@ -121,13 +121,14 @@ def _ledger_samples(metric: Metric, totals: _Totals) -> dict[LabelValues, float]
 
 def _reader_samples(metric: Metric, totals: _Totals) -> dict[LabelValues, float] | None:
     """What needs no cell; None for all other metrics."""
-    workers = totals.workers
     if metric.source != "reader":
         return None
+    # Other processes (the supervisor) count in slots too, but have no loop that could stop and no connections.
+    workers = [worker for worker in totals.workers if worker.path.stem.startswith("worker-")]
     if metric.name == "build_info":
         return {(headrace.__version__, platform.python_version()): 1.0}
     if metric.name == "slots_dropped_total":
-        return {(): float(sum(worker.dropped for worker in workers))}
+        return {(): float(sum(worker.dropped for worker in totals.workers))}
     if metric.name == "slots_unreadable":
         return {(): float(totals.unreadable)}
     if metric.name == "worker_starts_total":

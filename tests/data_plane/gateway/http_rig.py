@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -115,6 +116,11 @@ class Rig:
             "127.0.0.1", self.port, ssl=self.tls, server_hostname="localhost" if self.tls else None
         )
         self.clients.append(Client(reader, writer))
+        return self.clients[-1]
+
+    async def adopt(self, sock: socket.socket) -> Client:
+        """A client on a socket with settings of its own; it reads little ahead."""
+        self.clients.append(Client(*await asyncio.open_connection(sock=sock, limit=1 << 14)))
         return self.clients[-1]
 
     def pass_time(self, seconds: float) -> None:

@@ -1,4 +1,3 @@
-# ruff: noqa: SIM300 -- tests here read "expected == actual", literals included
 """The Open Inference Protocol codec: what it reads, what it refuses, what it writes."""
 
 import itertools
@@ -592,7 +591,7 @@ def test_a_binary_bool_is_zero_or_one() -> None:
     [
         (TABULAR, np.arange(3, dtype="<f4").tobytes(), [[0, 1, 2]]),
         (TensorSpec("v", Datatype.INT16, (-1, -1)), b"\1\0\2\0", [[1, 2]]),
-        (TEXT, b"\xff whole body", [b"\xff whole body"]),
+        (TEXT, b"\xff whole body\0\0", [b"\xff whole body\0\0"]),
         (TensorSpec("t", Datatype.BYTES, (-1, 1)), b"", [[b""]]),
     ],
 )

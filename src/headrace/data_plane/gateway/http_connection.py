@@ -10,6 +10,9 @@ within `handle`, transports may call `pause_writing` from within `write`.
 """
 
 import asyncio
+import fcntl
+import sys
+import termios
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Final, cast
@@ -383,8 +386,8 @@ class Connection(asyncio.Protocol):
         """Apply the time limits. Called about once a second, so that no request needs a timer of its own."""
         settings = self.front.settings
         unsent_bytes = self._transport.get_write_buffer_size()
-        taken_bytes = self._bytes_written - unsent_bytes
-        if taken_bytes > self._bytes_taken or not unsent_bytes:
+        taken_bytes = self._bytes_written - unsent_bytes - (self._kernel_bytes() if unsent_bytes else 0)
+        if taken_bytes != self._bytes_taken or not unsent_bytes:
             self._bytes_taken, self._taken_at_s = taken_bytes, now_s
         elif now_s - self._taken_at_s > settings.write_s_max:
             self.abort()
@@ -406,6 +409,16 @@ class Connection(asyncio.Protocol):
                 self._time_out("the body of the request", settings.body_s_max)
         elif not self._pipeline and waited_s > settings.idle_s_max:
             self._close()
+
+    def _kernel_bytes(self) -> int:
+        """Bytes that the kernel holds for the caller. Without them a slow reader looks stuck: the kernel takes more
+        from us only after a third of its buffer, which may be megabytes, has been acknowledged."""
+        sock = self._transport.get_extra_info("socket")
+        try:
+            answer = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))  # SIOCOUTQ, tcp(7)
+        except (AttributeError, OSError, ValueError):
+            return 0  # not TCP, not Linux, or closed meanwhile
+        return int.from_bytes(answer, sys.byteorder)
 
     def _time_out(self, what: str, limit_s: float) -> None:
         self._refuse(RequestTimeout(f"{what} took longer than {limit_s:g} s to arrive"))
