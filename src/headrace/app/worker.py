@@ -150,7 +150,7 @@ class Worker:
             self._slots.beat()
         self._accept_or_leave_it()
         self._watch_stuck_runs()
-        self._gauges.update(self._plane, self._sink.is_writable, self._pipeline.snapshot_id)
+        self._gauges.update(self._plane, self._sink, self._pipeline.snapshot_id)
         self._write_report()
         if self._state == "retiring" and not self._front.connections:
             self._stop.set()
@@ -303,7 +303,8 @@ class Worker:
             except TimeoutError:
                 log("warning", "requests cut off at shutdown", requests=self._admission.tickets_open)
         await asyncio.sleep(LINGER_S)
-        self._listener.stop()
+        # With the connections that are accepted but not set up: a request on one of them would come after its records.
+        self._listener.abort()
         # What is still open now ends as abandoned: its connection closes.
         self._front.close_idle()
         self._front.abort_all()

@@ -5,6 +5,7 @@ import resource
 from collections import Counter
 
 from headrace.data_plane.plane import Plane
+from headrace.storage.segments import SegmentWriter
 from headrace.telemetry.metrics import Meter
 from headrace.telemetry.slots import Cell, SlotWriter
 
@@ -23,6 +24,7 @@ class WorkerGauges:
         self._cpu = self._meter.counter("cpu_seconds_total", self._worker)
         self._memory = self._meter.gauge("memory_bytes", self._worker)
         self._is_writable = self._meter.gauge("records_writable")
+        self._disk_bytes = self._meter.gauge("records_disk_bytes")
         self._records = {
             "written": self._meter.counter("records_total", "written"),
             "dropped": self._meter.counter("records_total", "dropped"),
@@ -36,14 +38,15 @@ class WorkerGauges:
         """Count what became of records: `written`, `dropped`, or `segments_removed`."""
         self._records[outcome].add(count)
 
-    def update(self, plane: Plane, is_writable: bool, snapshot_id: str) -> None:
+    def update(self, plane: Plane, sink: SegmentWriter, snapshot_id: str) -> None:
         """Write the present values."""
         self._memory.set(_resident_bytes())
         usage = resource.getrusage(resource.RUSAGE_SELF)
         cpu_s = usage.ru_utime + usage.ru_stime
         self._cpu.add(cpu_s - self._cpu_before_s)
         self._cpu_before_s = cpu_s
-        self._is_writable.set(float(is_writable))
+        self._is_writable.set(float(sink.is_writable))
+        self._disk_bytes.set(float(sink.disk_bytes))
         self._update_replicas(plane)
         if snapshot_id != self._snapshot_id:
             for old, value in ((self._snapshot_id, 0.0), (snapshot_id, 1.0)):
