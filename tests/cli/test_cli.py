@@ -304,6 +304,19 @@ def report(number: int, *replicas: ReplicaReport) -> WorkerReport:
     return WorkerReport(number=number, pid=1, state="ready", replicas=replicas)
 
 
+def test_a_broken_model_beside_a_good_one_is_told_in_the_heading() -> None:
+    """The screen comes, says what is served, and does not claim to be ready (L1)."""
+    good = ReplicaReport(endpoint="a", model="a", version="1", state=ReplicaState.READY, is_default=True)
+    broken = ReplicaReport(endpoint="b", model="b", version="1", state=ReplicaState.FAILED, problem="is empty")
+    partly = WorkerReport(number=1, pid=1, state="starting", replicas=(good, broken))
+
+    text = "\n".join("".join(part for part, _ in line) for line in start_lines(Settings(workers=1), [partly], {}, 1.0))
+
+    assert text.startswith("Headrace serves what it can, and is not ready")
+    assert "failed: b version 1: is empty" in text
+    assert "/v2/models/a/infer" in text
+
+
 def test_the_start_screen_fits_and_warns_with_numbers() -> None:
     """What is served, where, how fast, what is out of reach, what failed; 80 columns (S1, S2)."""
     slow = ReplicaReport(

@@ -11,7 +11,7 @@ import numpy as np
 from headrace.drills.load import LoadResult, Outcome, infer_request_bytes, json_infer_body, open_loop, run
 from headrace.records import Record
 from headrace.storage.segments import iter_records
-from headrace.testing.server import CLOSED, Caller, Reply, ServerProcess, sleep_config, wait_until
+from headrace.testing.server import CLOSED, Reply, ServerProcess, sleep_config, wait_until
 from headrace.testing.sleep_runtime import SleepArtefact
 
 SLOWED = SleepArtefact(base_s=0.002, is_slowed_by_input=True)
@@ -31,14 +31,14 @@ def test_sigterm_finishes_twenty_requests_in_flight_refuses_new_ones_and_writes_
     back, the records on disk say what the callers saw, and the exit code is 0."""
     config = sleep_config(tmp_path / "models", {"m": SLOWED}, server={"workers": 2}, slo="p99=10s")
     with ServerProcess(config, tmp_path / "home") as server:
-        callers = [Caller(server.http_port, f"early-{number}") for number in range(20)]
+        callers = [server.caller(f"early-{number}") for number in range(20)]
         for caller in callers:
             caller.send("m", SECOND)
         wait_until(lambda: in_flight(server, "m") == 20)
         began_s = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: server.request("GET", "/v2/health/ready")[0] == 503, 0.5)
-        late = [Caller(server.http_port, f"late-{number}").infer("m") for number in range(5)]
+        late = [server.caller(f"late-{number}").infer("m") for number in range(5)]
         was_holding = in_flight(server, "m")
         early = [caller.receive() for caller in callers]
         code = server.process.wait(20)
@@ -67,7 +67,7 @@ def test_a_caller_that_keeps_its_connection_is_told_to_close_it(tmp_path: Path) 
     """F6: the last answer on a kept-alive connection says `connection: close`, so that no later request is lost on it."""
     config = sleep_config(tmp_path / "models", {"m": SLOWED}, server={"workers": 1}, slo="p99=10s")
     with ServerProcess(config, tmp_path / "home") as server:
-        caller = Caller(server.http_port)
+        caller = server.caller()
         first = caller.infer("m")
         caller.send("m", SECOND)
         wait_until(lambda: in_flight(server, "m") == 1)
@@ -82,7 +82,7 @@ def test_a_second_sigterm_ends_at_once_although_a_run_takes_thirty_seconds(tmp_p
     """F6: whoever asks twice does not want to wait; the caller sees its connection close, not a hang."""
     config = sleep_config(tmp_path / "models", {"m": SLOWED}, server={"workers": 1}, slo="p99=60s")
     with ServerProcess(config, tmp_path / "home") as server:
-        caller = Caller(server.http_port)
+        caller = server.caller()
         caller.send("m", (-30.0,))
         wait_until(lambda: in_flight(server, "m") == 1)
         children = server.children()
@@ -105,7 +105,7 @@ def test_a_run_longer_than_the_drain_limit_is_cut_off_and_its_caller_sees_the_co
     """F6: the drain is bounded by drain_s_max, whatever the model does; the request ends as abandoned, not twice."""
     config = sleep_config(tmp_path / "models", {"m": SLOWED}, server={"workers": 1, "drain_s_max": 0.5}, slo="p99=60s")
     with ServerProcess(config, tmp_path / "home") as server:
-        caller = Caller(server.http_port)
+        caller = server.caller()
         request_id = caller.send("m", (-30.0,))
         wait_until(lambda: in_flight(server, "m") == 1)
         began_s = time.monotonic()

@@ -51,7 +51,7 @@ class Child:
         number: Of a worker; 0 for the control process.
         status_fd: Read end of its status pipe; -1 once closed.
         spawned_s: Monotonic time of its start.
-        ready_s: Monotonic time at which it first said it was ready.
+        ready_s: Monotonic time at which it first said that it serves.
         report: A worker's last report.
         is_retiring: It was told to leave because another took its place.
     """

@@ -23,6 +23,15 @@ def read_reports(home: Home) -> list[WorkerReport]:
     return sorted((view for view in found if view is not None and is_alive(view.pid)), key=lambda view: view.number)
 
 
+def is_serving(report: WorkerReport) -> bool:
+    """True once a worker has tried everything and has something to answer with.
+
+    Weaker than `ready`, which asks for every endpoint: one broken model beside good ones leaves a worker that serves.
+    """
+    states = {replica.state.value for replica in report.replicas}
+    return report.state == "ready" or ("ready" in states and not states & {"loading", "warming"})
+
+
 def is_alive(pid: int) -> bool:
     """True while the process runs; a zombie does not."""
     try:

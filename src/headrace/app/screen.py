@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
-from headrace.app.observe import age_s
+from headrace.app.observe import age_s, is_serving
 from headrace.config import Settings
 from headrace.home import Home
 from headrace.report import ReplicaReport, WorkerReport
@@ -20,6 +20,7 @@ Mark = Literal["", "title", "good", "bad", "dim", "link"]
 Line = tuple[tuple[str, Mark], ...]
 
 COLUMNS: Final = 80
+BLOCKS_MAX: Final = 4  # more endpoints than this are counted, not described
 _STYLES: Final[dict[Mark, str]] = {
     "": "",
     "title": "bold",
@@ -57,7 +58,11 @@ class StartScreen:
     def ready(self, home: Home, settings: Settings, reports: Sequence[WorkerReport]) -> None:
         """The screen itself."""
         self.close()
-        metadata = {name: fetch_metadata(settings, name) for name in _default_names(reports)}
+        metadata: dict[str, dict[str, Any] | None] = {}
+        for name in _default_names(reports)[:BLOCKS_MAX]:
+            metadata[name] = fetch_metadata(settings, name)
+            if metadata[name] is None:
+                break  # one that does not answer within a second is enough to wait for
         lines = start_lines(settings, reports, metadata, time.monotonic() - self._began_s)
         if self._is_terminal:
             _print_colour(lines)
@@ -94,24 +99,35 @@ def start_lines(
         metadata: Model metadata by endpoint, for inputs and outputs; None where it could not be had.
         started_s: Time from start to ready.
     """
-    ready = [report for report in reports if report.state == "ready"]
+    serving = [report for report in reports if is_serving(report)]
     base = base_url(settings)
-    lines: list[Line] = [(("Headrace", "title"), (f" is ready after {started_s:.1f} s", ""))]
-    for name in _default_names(reports):
-        lines += [(), *_endpoint_lines(name, ready or reports, metadata.get(name))]
+    names = _default_names(reports)
+    lines: list[Line] = [_heading(reports, started_s)]
+    for name in names[:BLOCKS_MAX]:
+        lines += [(), *_endpoint_lines(name, serving, metadata.get(name))]
+    if len(names) > BLOCKS_MAX:
+        more = f"and {len(names) - BLOCKS_MAX} more endpoints: headrace get endpoints shows all"
+        lines += [(), ((more, ""),)]
     lines += [(), *_failed_lines(reports)]
-    first = next(iter(_default_names(reports)), None)
+    first = next(iter(names), None)
     if first is not None:
         lines += _address_lines(base, first, settings, metadata.get(first))
-    workers = f"{_count(len(ready), 'worker')} × {_count(settings.threads, 'thread')}"
-    if len(ready) < settings.workers:
-        workers += f" ({settings.workers - len(ready)} not ready)"
+    workers = f"{_count(len(serving), 'worker')} × {_count(settings.threads, 'thread')}"
+    if len(serving) < settings.workers:
+        workers += f" ({settings.workers - len(serving)} not up)"
     lines += [
         (("metrics  ", "dim"), (f"http://{_host(settings.admin_host)}:{settings.admin_port}/metrics", "link")),
         (("workers  ", "dim"), (workers, "")),
         (("stop     ", "dim"), ("Ctrl-C finishes requests in flight; twice stops at once", "")),
     ]
     return lines
+
+
+def _heading(reports: Sequence[WorkerReport], started_s: float) -> Line:
+    if any(report.state == "ready" for report in reports):
+        return (("Headrace", "title"), (f" is ready after {started_s:.1f} s", ""))
+    # Load balancers are told the same: ready asks for every endpoint of the first snapshot.
+    return (("Headrace", "title"), (" serves what it can, and is not ready: a model failed to load", "bad"))
 
 
 def _default_names(reports: Sequence[WorkerReport]) -> list[str]:

@@ -1,7 +1,8 @@
 """The parent of all: opens the ports, keeps workers and the control process alive, stops them in order.
 
 It imports nothing heavy (a test measures it) and serves nothing, so there is little in it that can fail. One loop over
-pipes, signals and timers; every change of a child's state passes through `_on_exit` or `_on_status`.
+pipes, signals and timers; every change of a child's state passes through `_on_exit` or `_on_status`. The file is long
+because the loop is one thing: start, death, memory and stop change the same few fields, and are read side by side.
 
     start    sockets → settings → settle what an earlier run left → workers → control → start screen
     death    settle its counters → count → wait (0.1 s doubling to 10 s) → same number again
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 import msgspec
 
 from headrace.app.children import Backoff, Child, describe_exit, spawn
-from headrace.app.observe import read_report, resident_bytes
+from headrace.app.observe import is_serving, read_report, resident_bytes
 from headrace.app.sockets import listen
 from headrace.app.start import PYTHON, StartError, prepare_home, read_settings, take_lock, write_settings
 from headrace.config import Settings
@@ -300,10 +301,10 @@ class Supervisor:
             self._forward_reload()
             return
         child.report = read_report(self.home.report_file(child.number))
-        if child.report is not None and child.report.state == "ready" and child.ready_s is None:
-            self._on_ready(child)
+        if child.report is not None and child.ready_s is None and is_serving(child.report):
+            self._on_serving(child)
 
-    def _on_ready(self, child: Child) -> None:
+    def _on_serving(self, child: Child) -> None:
         child.ready_s = time.monotonic()
         self._was_ever_ready = True
         if self._replacing is not None and self._replacing[1] == child.number:

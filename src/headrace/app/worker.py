@@ -121,6 +121,7 @@ class Worker:
         self._front = HttpFront(settings, router, clock)
         tls = tls_context(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
         self._listener = Listener(self._listening, self._front, tls, self._fewest_connections)
+        self._front.connections_changed = self._publish_connections
         self._watch_gc()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._terminate)
@@ -202,6 +203,11 @@ class Worker:
             self._listener.start()
         else:
             self._listener.stop()
+
+    def _publish_connections(self) -> None:
+        """Neighbours compare this number with theirs before they accept."""
+        if self._state != "stopped":  # then the file may be another worker's
+            self._slots.connections.set(self._listener.connections)
 
     def _fewest_connections(self) -> int:
         now_s = self._clock.now_s()

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
 
-from headrace.artefact import file_digest, foreign_format, foreign_suffix
+from headrace.artefact import file_digest
 from headrace.errors import LoadError
+from headrace.foreign_formats import foreign_format, foreign_suffix
 from headrace.snapshot import VersionSpec, version_key
 
 __all__ = ["DiscoverProblem", "Discovery", "FoundModel", "discover", "survey"]

@@ -114,11 +114,11 @@ class Batch:
 
     __slots__ = ("expected_s", "pieces", "rows", "started_at_s", "took_s", "waiting_list")
 
-    def __init__(self, waiting_list: WaitingList, pieces: list[Piece], expected_s: float) -> None:
+    def __init__(self, waiting_list: WaitingList, pieces: list[Piece]) -> None:
         self.waiting_list = waiting_list
         self.pieces = pieces
         self.rows = sum(piece.rows for piece in pieces) if waiting_list.is_batched else 1
-        self.expected_s = expected_s
+        self.expected_s = 0.0
         self.started_at_s = 0.0
         self.took_s = 0.0
 
@@ -386,9 +386,8 @@ class Lane:
                 if hold_until_s < INFINITY:
                     self._hold = self._loop.call_later(max(0.0, hold_until_s - self._clock.now_s()), self._decide)
                 return
-            self._drop(chosen, decision.shed, decision.hopeless)
-            self._start(chosen, decision.run)
-            if self.executor.is_inline:
+            is_started = self._carry_out(chosen, decision)
+            if self.executor.is_inline and is_started:
                 # Let the loop read its sockets between batches; what arrives meanwhile joins the next one.
                 if self._busy_lists:
                     self._decide_soon()
@@ -420,17 +419,36 @@ class Lane:
             count += 1
         self._drop(waiting_list, count, 0)
 
+    def _carry_out(self, waiting_list: WaitingList, decision: Decision) -> bool:
+        """Refuse what the decision sheds and start what it runs; False when nothing of that is left."""
+        # Taken together: refusing one piece of a request withdraws its others, which may be among those to run.
+        taken = self._take(waiting_list, decision.shed + decision.run)
+        self._refuse(waiting_list, taken[: decision.shed], decision.hopeless)
+        pieces = [piece for piece in taken[decision.shed :] if piece.ticket.ending is None]
+        if not pieces:
+            return False
+        batch = Batch(waiting_list, pieces)
+        batch.expected_s = waiting_list.learner.curve.duration_s(batch.rows)
+        self.executor.start(batch, self._done)
+        return True
+
     def _drop(self, waiting_list: WaitingList, count: int, hopeless: int) -> None:
-        if not count:
-            return
-        dropped = waiting_list.take(count)
+        if count:
+            self._refuse(waiting_list, self._take(waiting_list, count), hopeless)
+
+    def _take(self, waiting_list: WaitingList, count: int) -> list[Piece]:
+        taken = waiting_list.take(count)
         if not waiting_list.pieces:
             self._busy_lists.pop(waiting_list, None)
-        retry_after_s = waiting_list.learner.curve.duration_s(1)
+        return taken
+
+    def _refuse(self, waiting_list: WaitingList, dropped: Sequence[Piece], hopeless: int) -> None:
+        """Tell the tickets of dropped pieces; the first `hopeless` were late, the others are shed."""
         for number, piece in enumerate(dropped):
             ticket = piece.ticket
             if ticket.ending is not None:
                 continue
+            retry_after_s = waiting_list.learner.curve.duration_s(1)
             if number < hopeless:
                 error: HeadraceError = DeadlineError(
                     "the deadline could no longer be met while the request waited for a batch; "
@@ -444,14 +462,6 @@ class Lane:
                     retry_after_s=retry_after_s,
                 )
             self._refused(ticket, error)
-
-    def _start(self, waiting_list: WaitingList, count: int) -> None:
-        pieces = waiting_list.take(count)
-        if not waiting_list.pieces:
-            self._busy_lists.pop(waiting_list, None)
-        batch = Batch(waiting_list, pieces, 0.0)
-        batch.expected_s = waiting_list.learner.curve.duration_s(batch.rows)
-        self.executor.start(batch, self._done)
 
     def _done(self, batch: Batch) -> None:
         now_s = self._clock.now_s()

@@ -370,8 +370,8 @@ def report_lines(results: dict[str, Any]) -> list[str]:
             return f"{median} ({least}–{most})"
 
         rows.append(
-            f"| {each['connections']} | {cell('echo_requests_per_s', 1, 0)} | {cell('headrace_requests_per_s', 1, 0)} | "
-            f"**{cell('requests_ratio', 1, 3)}** | {cell('echo_p99_s', 1e3, 2)} | {cell('headrace_p99_s', 1e3, 2)} | "
+            f"| {each['connections']} | {cell('echo_requests_per_s', 1, 0)} | "
+            f"{cell('headrace_requests_per_s', 1, 0)} | **{cell('requests_ratio', 1, 3)}** | {cell('echo_p99_s', 1e3, 2)} | {cell('headrace_p99_s', 1e3, 2)} | "
             f"{cell('p99_ratio', 1, 2)} |"
         )
     found = results["profile"]
@@ -386,8 +386,8 @@ def report_lines(results: dict[str, Any]) -> list[str]:
         "# Headrace over a bare echo",
         "",
         "Made by `scripts/bench`. A is `headrace serve` with a tabular ONNX model (30 features, "
-        f"{TREES} trees), Open Inference Protocol JSON, one row a request; B answers the same bytes from `httptools` and "
-        "`uvloop` without doing anything for them. Both on one core, the generator on another, measured in turn "
+        f"{TREES} trees), Open Inference Protocol JSON, one row a request; B answers the same bytes from "
+        "`httptools` and `uvloop` without doing anything for them. Both on one core, the generator on another, measured in turn "
         "A B A B. Medians of "
         f"{results['repetitions']} × {results['seconds']:g} s, smallest and largest in brackets. "
         "Keep the ratios; the rates belong to the machine.",

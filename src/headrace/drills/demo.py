@@ -8,6 +8,7 @@ import argparse
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -46,8 +47,9 @@ NAME: Final = "triage"
 DEADLINE_S: Final = 0.050
 TREES: Final = 600
 ROWS: Final = 64
-CONNECTIONS: Final = 16
-CALIBRATION_S: Final = 3.0
+CONNECTIONS: Final = 32
+CALIBRATIONS: Final = 3
+CALIBRATION_S: Final = 1.5
 SHARE_CALM: Final = 0.6
 SHARE_FLOOD: Final = 3.0
 # Under three times the load at least this share of the calibrated rate must still be answered in time. Loose on
@@ -186,12 +188,13 @@ class Demo:
         flags = ("--name", NAME, "--slo", f"p99={DEADLINE_S * 1e3:g}ms", "--workers", "1", "--threads", "1")
         server = ServerProcess(path, folder / "home", *flags)
         self._step(2, "Serve it")
-        say(f"   $ headrace serve {path.name} {' '.join(flags)}", highlight=False)
+        say(f"   $ headrace serve {path.name} {' '.join(flags[:4])} \\\n       {' '.join(flags[4:])}", highlight=False)
         with pinned_to(self._server_cores):
             server.start()
         try:
             for line in _start_screen(folder / "home.log"):
-                say(f"   │ {line}", highlight=False, markup=False, soft_wrap=True)
+                say(line, highlight=False, markup=False, soft_wrap=True)
+            say()
             self._ask(server, patients)
             carried_per_s = self._calibrate(server, patients)
             calm = self._drive(server, patients, f"{SHARE_CALM:.0%} of that", SHARE_CALM * carried_per_s, seed=1)
@@ -199,7 +202,8 @@ class Demo:
             say(phase_table([calm, flood]))
             for phase in (calm, flood):
                 if phase.result.void_reason:
-                    say(f"   note: {phase.title}: {phase.result.void_reason}", markup=False)
+                    note = f"note: {phase.title} proves little: {phase.result.void_reason}"
+                    say(textwrap.indent(textwrap.fill(note, 74), "   "), markup=False, highlight=False)
             problems = []
             held = flood.result.goodput_per_s / carried_per_s
             if held < SHARE_HELD_MIN:
@@ -216,8 +220,8 @@ class Demo:
             say("[bold red]FAILED[/] " + "; ".join(problems))
             return 1
         say(
-            f"[bold green]PASSED[/] {sum(self._tally.endings.values()):,} requests sent, {held:.0%} of the limit answered "
-            f"in time under {SHARE_FLOOD:g} x the load,\n       every request accounted for, stopped cleanly.",
+            f"[bold green]PASSED[/] {sum(self._tally.endings.values()):,} requests sent, every one accounted for, stopped"
+            f" cleanly;\n       under {SHARE_FLOOD:g} x the load {held:.0%} of the limit was answered in time.",
             highlight=False,
         )
         say("\nNow yours:  headrace serve your-model.onnx --slo p99=50ms", highlight=False)
@@ -256,17 +260,20 @@ class Demo:
         self._step(4, "Find what it can carry")
         plan = closed_loop(
             "127.0.0.1", server.http_port, _requests(server, patients),
-            connections=CONNECTIONS, duration_s=min(CALIBRATION_S, self._seconds), deadline_s=DEADLINE_S,
+            connections=CONNECTIONS, duration_s=CALIBRATION_S, deadline_s=DEADLINE_S,
         )  # fmt: skip
-        with self._watched("back to back", plan) as progress:
-            result = run_in_process(plan, progress, core=self._load_core)
-        self._tally.add(result)
-        per_s = result.throughput_per_s
+        per_s = 0.0
+        for number in range(CALIBRATIONS):
+            with self._watched(f"try {number + 1} of {CALIBRATIONS}", plan) as progress:
+                result = run_in_process(plan, progress, core=self._load_core)
+            self._tally.add(result)
+            # The best counts: what else this machine does can only make it less.
+            per_s = max(per_s, result.throughput_per_s)
         if not per_s:
-            raise RuntimeError(f"the server answered nothing: {result.summary()}")
+            raise RuntimeError("the server answered none of the calibration's requests")
         self._console.print(
             f"   {CONNECTIONS} connections back to back, {ROWS} patients in each request, one core:\n"
-            f"   {per_s:,.0f} requests/s = {per_s * ROWS:,.0f} patients/s\n",
+            f"   {per_s:,.0f} requests/s = {per_s * ROWS:,.0f} patients/s, the best of {CALIBRATIONS} tries\n",
             highlight=False,
         )
         self._step(5, f"Drive it by the clock, {self._seconds:g} s each")
@@ -314,18 +321,19 @@ class Demo:
         say = self._console.print
         samples = _settled_metrics(server)
         if self._stays:
-            self._stay(server)
+            say("\n[bold]6  Account for every request[/]")
+            time.sleep(0.5)  # records are on disk 50 ms after the answer
         else:
-            say("[bold]6  Stop it (SIGTERM) and account for every request[/]")
+            say("\n[bold]6  Stop it (SIGTERM) and account for every request[/]")
             server.stop(signal.SIGTERM)
         books = (self._tally.endings, counted_by_metrics(samples), counted_by_records(records))
-        table = Table("ending", box=None, pad_edge=False, padding=(0, 3))
+        table = Table("   ending", box=None, pad_edge=False, padding=(0, 3))
         for head in ("callers saw", "metrics", "records on disk"):
             table.add_column(head, justify="right")
         for way in sorted(set().union(*books), key=lambda way: -books[0][way]):
             if any(book[way] for book in books):
                 table.add_row(f"   {way}", *(f"{book[way]:,}" for book in books))
-        sums = [sum(book.values()) for book in books]
+        sums = [book.total() for book in books]
         table.add_row("   [bold]together[/]", *(f"{count:,}" for count in sums))
         say(table)
         received, in_flight = total(samples, "headrace_received_total"), total(samples, "headrace_in_flight")
@@ -333,19 +341,19 @@ class Demo:
         problems = []
         if received != sums[1] + in_flight:
             problems.append(f"received {received:.0f} is not ended {sums[1]} + in flight {in_flight:.0f}")
-        if self._stays:
-            return problems  # others may have asked meanwhile
         if +books[0] != +books[1]:
             problems.append("the callers' counts and the metrics differ")
         if +books[1] != +books[2]:
             problems.append("the metrics and the records on disk differ")
+        if self._stays:
+            self._stay(server)
         return problems
 
     def _stay(self, server: ServerProcess) -> None:
         base = f"http://127.0.0.1:{server.http_port}"
         row = ",".join("0" for _ in range(30))
         self._console.print(
-            f"[bold]6  It stays up until Ctrl-C[/]\n"
+            f"\n[bold]7  It stays up until Ctrl-C[/]\n"
             f"   endpoint  {base}/v2/models/{NAME}\n"
             f"   metrics   http://127.0.0.1:{server.admin_port}/metrics\n"
             f"   try       curl {base}/v2/models/{NAME}/infer -d \\\n"

@@ -15,8 +15,9 @@ import msgspec
 import numpy as np
 import onnxruntime
 
-from headrace.artefact import ArtefactError, external_file, foreign_format, read_outline
+from headrace.artefact import ArtefactError, external_file, read_outline
 from headrace.errors import InvalidInput, LoadError, ModelFailed
+from headrace.foreign_formats import foreign_format
 from headrace.snapshot import RuntimeOptions, VersionSpec
 from headrace.tensors import Array, Datatype, Signature, TensorSpec
 

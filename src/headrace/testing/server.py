@@ -68,6 +68,7 @@ class ServerProcess:
         self.output = ""
         self._wait = wait
         self._log = home.with_name(f"{home.name}.log")
+        self._callers: list[Caller] = []
         self._command = [
             sys.executable, "-m", "headrace.cli.main", "serve", str(source),
             "--http-port", str(self.http_port), "--admin-port", str(self.admin_port), "--home", str(home), *flags,
@@ -115,7 +116,9 @@ class ServerProcess:
         raise RuntimeError(f"the server was not ready within {seconds} s:\n{self._log.read_text()}")
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Stop the child and return its exit code; what does not stop in time is killed."""
+        """Stop the child and return its exit code; what does not stop in time is killed. Its callers hang up."""
+        for caller in self._callers:
+            caller.close()
         if self.process.poll() is None:
             self.process.send_signal(number)
             try:
@@ -170,6 +173,12 @@ class ServerProcess:
             if Path(f"/proc/{pid}").exists():
                 pids.append(pid)
         return pids
+
+    def caller(self, name: str = "caller") -> "Caller":
+        """A caller of this server, which hangs up when the server stops."""
+        caller = Caller(self.http_port, name)
+        self._callers.append(caller)
+        return caller
 
     def log(self) -> str:
         """What it has printed so far."""

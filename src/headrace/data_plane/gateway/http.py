@@ -60,6 +60,9 @@ class HttpFront:
         clock: Times requests and limits, and makes the date header.
         loop: The running loop when None, looked up at the first connection.
 
+    Attributes:
+        connections_changed: Called after every change of `connections`; the owner puts its own there.
+
     Concurrency: event loop only. The owner calls `sweep` about once a second and `close` at the end.
 
     Example: `await loop.create_server(front.connection, host, port)`.
@@ -70,6 +73,7 @@ class HttpFront:
         self.handler = handler
         self.clock = clock
         self.is_retiring = False
+        self.connections_changed: Callable[[], None] = lambda: None
         self.status_lines = StatusLines(clock.unix_s())
         self._loop = loop
         self._connections: set[Connection] = set()
@@ -128,6 +132,7 @@ class HttpFront:
         """Take a new connection in; False when it is one too many and has to be told."""
         if len(self._connections) < self.settings.connections_max:
             self._connections.add(connection)
+            self.connections_changed()
             return True
         self._refusing.add(connection)
         if len(self._refusing) > _REFUSING_MAX:
@@ -139,6 +144,7 @@ class HttpFront:
         """The connection is gone."""
         self._connections.discard(connection)
         self._refusing.discard(connection)
+        self.connections_changed()
 
     def hand_over(self, exchange: Exchange) -> None:
         """Give a request to the handler; one that it drops by an exception is answered here."""

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 
 from headrace.data_plane.gateway.http_compression import decompress, decompress_inline
-from headrace.data_plane.gateway.http_exchange import Exchange, Persistence, body_bytes
+from headrace.data_plane.gateway.http_exchange import CLOSES, KEEPS, KEEPS_10, REFUSES, Exchange, Part, body_bytes
 from headrace.data_plane.gateway.http_reader import BODY, HEAD, IDLE, RequestReader
 from headrace.data_plane.gateway.http_reply import error_reply
 from headrace.errors import HeadraceError, RequestTimeout, ServerError, TooManyConnections
@@ -40,9 +40,10 @@ _JOINED_BYTES_MAX: Final = 64 * 1024
 _BODILESS: Final = frozenset((204, 304))
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _PERSISTENCE_LINES: Final = {
-    Persistence.KEEPS_10: b"connection: keep-alive\r\n",
-    Persistence.CLOSES: b"connection: close\r\n",
-    Persistence.REFUSES: b"connection: close\r\n",
+    KEEPS: b"",
+    KEEPS_10: b"connection: keep-alive\r\n",
+    CLOSES: b"connection: close\r\n",
+    REFUSES: b"connection: close\r\n",
 }
 
 
@@ -57,6 +58,7 @@ class Connection(asyncio.Protocol):
 
     __slots__ = (
         "_backlog",
+        "_bound",
         "_bytes_taken",
         "_bytes_written",
         "_is_closed",
@@ -82,6 +84,7 @@ class Connection(asyncio.Protocol):
         self._pipeline: deque[Exchange] = deque()
         self._reader = RequestReader(self, front.settings, front.clock, self._parsed)
         self._backlog: memoryview | None = None  # read, not yet fed
+        self._bound = front.settings.pipelined_requests_max
         self._since_s = 0.0  # when the reader's stage began; when idle, when the last answer left
         self._is_deaf = False  # no more is parsed: a refusal, the last request, or the end
         self._is_closed = False
@@ -112,6 +115,19 @@ class Connection(asyncio.Protocol):
             self._backlog = memoryview(data)
         else:
             self._feed(data)
+            if (
+                len(self._parsed) == 1
+                and not self._pipeline
+                and not self._is_write_paused
+                and self._parsed[0].special is None
+                and self._bound > 1
+            ):
+                # One plain request and nothing before it, as nearly always: straight through. Its answer may be
+                # written from within, which is safe because nothing else is under way here.
+                exchange = self._parsed.popleft()
+                self._pipeline.append(exchange)
+                self.front.hand_over(exchange)
+                return
         self._pump()
 
     def eof_received(self) -> bool:
@@ -152,7 +168,7 @@ class Connection(asyncio.Protocol):
         if self._is_pumping or self._is_closed:
             return
         self._is_pumping = True
-        pipeline, bound = self._pipeline, self.front.settings.pipelined_requests_max
+        pipeline, bound = self._pipeline, self._bound
         turn = 0
         try:
             while True:
@@ -176,19 +192,19 @@ class Connection(asyncio.Protocol):
 
     def _dispatch(self) -> int:
         """Hand parsed requests over while the bound allows; returns how many left the queue."""
-        parsed, pipeline, front = self._parsed, self._pipeline, self.front
-        bound = front.settings.pipelined_requests_max
+        parsed, pipeline, front, bound = self._parsed, self._pipeline, self.front, self._bound
         count = ready_bytes = 0
         while parsed and len(pipeline) < bound and not self._is_write_paused and count < _TURN_REQUESTS:
             exchange = parsed.popleft()
             pipeline.append(exchange)
             count += 1
-            if exchange.error is not None:
-                self._tell(exchange, exchange.error)
-            elif exchange.coding:
-                self._decode(exchange)
-            else:
+            special = exchange.special
+            if special is None:
                 front.hand_over(exchange)
+            elif isinstance(special, bytes):
+                self._decode(exchange, special)
+            else:
+                self._tell(exchange, special)
             if parsed and exchange.is_ready:
                 # Large answers are written before more are made, so that a slow reader is noticed in time.
                 ready_bytes += body_bytes(exchange.reply_body)
@@ -201,15 +217,15 @@ class Connection(asyncio.Protocol):
         self.front.tell_refused(error)
         exchange.send(*error_reply(error))
 
-    def _decode(self, exchange: Exchange) -> None:
+    def _decode(self, exchange: Exchange, coding: bytes) -> None:
         bytes_max = self.front.settings.body_bytes_max
         try:
-            body = decompress_inline(exchange.body, exchange.coding, bytes_max)
+            body = decompress_inline(exchange.body, coding, bytes_max)
         except HeadraceError as error:
             self._tell(exchange, error)
             return
         if body is None:
-            work = partial(decompress, exchange.body, exchange.coding, bytes_max)
+            work = partial(decompress, exchange.body, coding, bytes_max)
             self.front.run_aside(work, partial(self._decoded, exchange))
         else:
             exchange.body = body
@@ -231,51 +247,58 @@ class Connection(asyncio.Protocol):
     def _flush(self) -> None:
         """Write every answer whose turn it is, in one go."""
         pipeline, front = self._pipeline, self.front
-        chunks: list[bytes | memoryview] = []
-        size_bytes = 0
-        persistence = Persistence.KEEPS
+        chunks: list[Part] = []
+        persistence = KEEPS
         while pipeline and pipeline[0].is_ready:
             exchange = pipeline.popleft()
             exchange.leave()
             persistence = exchange.persistence
-            if front.is_retiring and persistence < Persistence.CLOSES and self._is_last():
+            if front.is_retiring and persistence < CLOSES and self._is_last():
                 # The caller may have more under way, which it will send elsewhere: read it off, then close.
-                persistence = Persistence.REFUSES
-            head, body = front.status_lines[exchange.reply_status], exchange.reply_body
-            if persistence:
-                head += _PERSISTENCE_LINES[persistence]
-            if exchange.reply_status in _BODILESS:
-                head += exchange.reply_head + b"\r\n"
-                body = ()
-            elif len(body) == 1 and type(body[0]) is bytes:
-                head = b"%b%bcontent-length: %d\r\n\r\n" % (head, exchange.reply_head, len(body[0]))
-            else:
-                head = b"%b%bcontent-length: %d\r\n\r\n" % (head, exchange.reply_head, body_bytes(body))
-            chunks.append(head)
-            size_bytes += len(head)
-            if exchange.method != "HEAD":
-                for part in body:
-                    if type(part) is not bytes:
-                        part = memoryview(part).cast("B")  # uvloop and `len` want bytes, not items
-                    chunks.append(part)
-                    size_bytes += len(part)
-            if persistence > Persistence.KEEPS_10:
+                persistence = REFUSES
+            self._render(exchange, persistence, chunks)
+            if persistence > KEEPS_10:
                 break
-        if not chunks or self._is_closed:
+        if self._is_closed or not chunks:
             return
-        self._bytes_written += size_bytes
-        # Joining small answers makes one system call, and one TLS record, of them; large bodies are not copied.
-        if size_bytes <= _JOINED_BYTES_MAX:
-            self._transport.write(b"".join(chunks))
+        if len(chunks) == 1:
+            self._bytes_written += len(chunks[0])
+            self._transport.write(chunks[0])
         else:
-            self._transport.writelines(chunks)
-        if persistence > Persistence.KEEPS_10:
+            size_bytes = sum(map(len, chunks))
+            self._bytes_written += size_bytes
+            # Joining small answers makes one system call, and one TLS record, of them; large bodies are not copied.
+            if size_bytes <= _JOINED_BYTES_MAX:
+                self._transport.write(b"".join(chunks))
+            else:
+                self._transport.writelines(chunks)
+        if persistence > KEEPS_10:
             self._finish(persistence)
         elif not pipeline:
             if self._reader.stage == IDLE:
                 self._since_s = front.clock.now_s()
             elif self._reader.is_continue_due and not self._parsed:
                 self._send_continue()
+
+    def _render(self, exchange: Exchange, persistence: int, chunks: list[Part]) -> None:
+        status, head, body = exchange.reply_status, exchange.reply_head, exchange.reply_body
+        lines = self.front.status_lines[status]
+        if persistence:
+            lines += _PERSISTENCE_LINES[persistence]
+        only = body[0] if len(body) == 1 else None
+        if status in _BODILESS:
+            chunks.append(b"%b%b\r\n" % (lines, head))
+        elif exchange.method == "HEAD":
+            chunks.append(b"%b%bcontent-length: %d\r\n\r\n" % (lines, head, body_bytes(body)))
+        elif type(only) is bytes and len(only) <= _JOINED_BYTES_MAX:
+            chunks.append(b"%b%bcontent-length: %d\r\n\r\n%b" % (lines, head, len(only), only))
+        else:
+            chunks.append(b"%b%bcontent-length: %d\r\n\r\n" % (lines, head, body_bytes(body)))
+            for part in body:
+                if type(part) is bytes:
+                    chunks.append(part)
+                elif memoryview(part).nbytes:  # an empty view cannot be cast
+                    chunks.append(memoryview(part).cast("B"))  # uvloop and `len` want bytes, not items
 
     def _is_last(self) -> bool:
         """Nothing of a further request has been seen on this connection."""
@@ -295,7 +318,7 @@ class Connection(asyncio.Protocol):
             self._backlog is None
             and not self._parsed
             and not self._is_write_paused
-            and len(self._pipeline) < self.front.settings.pipelined_requests_max
+            and len(self._pipeline) < self._bound
         )
         if self._is_closed or wants_reading is self._is_reading:
             return
@@ -335,19 +358,17 @@ class Connection(asyncio.Protocol):
     def _refuse(self, error: HeadraceError) -> None:
         """Break off: the reply takes its place behind the answers that are owed, and ends the connection."""
         self._stop_reading()
-        self._parsed.append(
-            Exchange(self, "", b"", {}, b"", self.front.clock.now_s(), Persistence.REFUSES, error=error)
-        )
+        self._parsed.append(Exchange(self, "", b"", {}, b"", self.front.clock.now_s(), REFUSES, error))
 
     def _stop_reading(self) -> None:
         self._is_deaf = True
         self._backlog = None
         self._reader.drop()
 
-    def _finish(self, persistence: Persistence) -> None:
+    def _finish(self, persistence: int) -> None:
         """The last answer was written: close, but not so early that the caller loses it."""
         self._abandon()
-        if persistence == Persistence.CLOSES:
+        if persistence == CLOSES:
             self._close()
             return
         self._linger_until_s = self.front.clock.now_s() + LINGER_S

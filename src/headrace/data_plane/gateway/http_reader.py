@@ -17,7 +17,7 @@ import httptools
 from headrace.clock import Clock
 from headrace.config import Settings
 from headrace.data_plane.gateway.http_compression import OFFERED, WINDOW_BITS
-from headrace.data_plane.gateway.http_exchange import Exchange, Persistence
+from headrace.data_plane.gateway.http_exchange import CLOSES, KEEPS, KEEPS_10, Exchange
 from headrace.errors import (
     BadRequest,
     BodyTooLarge,
@@ -81,21 +81,23 @@ class RequestReader:
     __slots__ = (
         "_body",
         "_body_bytes",
+        "_body_bytes_max",
         "_chunks",
-        "_clock",
         "_coding",
         "_completed",
         "_connection",
-        "_head_bytes",
+        "_header_bytes_max",
         "_headers",
         "_is_chunked",
+        "_is_short",
         "_is_upgrade",
+        "_message_headers",
         "_method",
+        "_now_s",
         "_parser",
         "_persistence",
         "_raw_bytes",
         "_refusal",
-        "_settings",
         "_target",
         "body_left_bytes",
         "is_continue_due",
@@ -106,19 +108,21 @@ class RequestReader:
 
     def __init__(self, connection: "Connection", settings: Settings, clock: Clock, completed: deque[Exchange]) -> None:
         self._connection = connection
-        self._settings = settings
-        self._clock = clock
+        self._header_bytes_max = settings.header_bytes_max
+        self._body_bytes_max = settings.body_bytes_max
+        self._now_s = clock.now_s
         self._completed = completed
         self._parser: Any = httptools.HttpRequestParser(self)
         self._refusal: HeadraceError | None = None
-        self._headers: dict[bytes, bytes] = {}
+        self._headers: dict[bytes, bytes] = {}  # being filled
+        self._message_headers = self._headers  # of the request whose body is being read
         self._method = ""
         self._target = b""
-        self._coding = b""
+        self._coding: bytes | None = None
         self._body: bytes | bytearray = b""
-        self._persistence = Persistence.KEEPS
-        self._is_chunked = self._is_upgrade = False
-        self._head_bytes = self._raw_bytes = self._body_bytes = self._chunks = 0
+        self._persistence = KEEPS
+        self._is_chunked = self._is_short = self._is_upgrade = False
+        self._raw_bytes = self._body_bytes = self._chunks = 0
         self.body_left_bytes = 0
         self.is_continue_due = False
         self.is_done = False
@@ -138,6 +142,8 @@ class RequestReader:
         Returns:
             None, or the error that the caller is to be told; the stream cannot be read any further then.
         """
+        # A head that begins and ends in a read this short cannot be too large, and is not measured.
+        self._is_short = self.stage == IDLE and len(data) <= self._header_bytes_max
         was_head, was_chunked = self.stage == HEAD, self.stage == BODY and self._is_chunked
         try:
             self._parser.feed_data(data)
@@ -152,11 +158,11 @@ class RequestReader:
         # Safety nets for what the callbacks do not see: one endless header, and padding between chunks.
         if was_head and self.stage == HEAD:
             self._raw_bytes += len(data)
-            if self._raw_bytes > 2 * self._settings.header_bytes_max:
+            if self._raw_bytes > 2 * self._header_bytes_max:
                 return self._header_too_large()
         elif was_chunked and self.stage == BODY:
             self._raw_bytes += len(data)
-            if self._raw_bytes > 2 * self._settings.header_bytes_max + self._body_bytes + 16 * self._chunks:
+            if self._raw_bytes > 2 * self._header_bytes_max + self._body_bytes + 16 * self._chunks:
                 return BadRequest("chunk extensions are larger than the body; send none")
         return None
 
@@ -173,11 +179,20 @@ class RequestReader:
             framing = (
                 b"transfer-encoding: chunked" if self._is_chunked else b"content-length: %d" % self.body_left_bytes
             )
-            if self._persistence == Persistence.CLOSES:
+            if self._persistence == CLOSES:
                 framing += b"\r\nconnection: close"
-            kept = self._method, self._target, self._headers, self._coding, self._persistence, self.is_continue_due
+            kept = (
+                self._method,
+                self._target,
+                self._message_headers,
+                self._coding,
+                self._persistence,
+                self.is_continue_due,
+            )
             self._parser.feed_data(b"POST / HTTP/1.1\r\nhost:\r\n%b\r\n\r\n" % framing)
-            self._method, self._target, self._headers, self._coding, self._persistence, self.is_continue_due = kept
+            self._method, self._target, self._message_headers, self._coding, self._persistence, self.is_continue_due = (
+                kept
+            )
         return self.feed(memoryview(data)[offset:]) if offset < len(data) and not self.is_done else None
 
     def on_message_begin(self) -> None:
@@ -185,30 +200,13 @@ class RequestReader:
         self.is_timed = False
         self._target = b""
         self._headers = {}
-        self._head_bytes = 0
         self._raw_bytes = 0
-        self._body = b""
-        self._body_bytes = 0
-        self.body_left_bytes = 0
-        self._chunks = 0
-        self._is_chunked = False
-        self._is_upgrade = False
-        self._coding = b""
-        self._method = ""
-        self._persistence = Persistence.KEEPS
 
     def on_url(self, url: bytes) -> None:
         # Called again for every piece of a target that arrives in pieces.
         self._target = self._target + url if self._target else url
-        self._head_bytes += len(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # Three bytes a line is the least that surrounds name and value, so that a head within the limit always passes.
-        self._head_bytes += len(name) + len(value) + 3
-        if self._head_bytes > self._settings.header_bytes_max:
-            self._stop(self._header_too_large())
-        if self.stage == BODY:
-            return  # a trailer: counted, but it must not pass for a header
         key = _LOWER.get(name) or name.lower()
         headers = self._headers
         if key not in headers:
@@ -221,8 +219,13 @@ class RequestReader:
     def on_headers_complete(self) -> None:
         self.stage = BODY
         self.is_timed = False
-        self._raw_bytes = 0
-        parser, headers = self._parser, self._headers
+        self._persistence = KEEPS
+        self._is_chunked = self._is_upgrade = False
+        self._coding = None
+        self._body = b""
+        self.body_left_bytes = 0
+        parser = self._parser
+        headers = self._message_headers = self._headers
         method = parser.get_method()
         known = _METHODS.get(method)
         if known is None:
@@ -231,16 +234,16 @@ class RequestReader:
         self._method = known
         if self._target[0] != 0x2F:
             self._target = self._path_of(self._target)
-        if self._head_bytes > self._settings.header_bytes_max:
-            self._stop(self._header_too_large())
+        if not self._is_short:
+            self._check_size(len(self._target), headers)
         version = "1.1"
         if not parser.should_keep_alive():
-            self._persistence = Persistence.CLOSES
+            self._persistence = CLOSES
         # The version is looked up only where it can matter: 0.9, 1.0 and 2.0 do not keep alive without this header.
         if self._persistence or b"connection" in headers or b"host" not in headers:
             version = parser.get_http_version()
             if version == "1.0":
-                self._persistence = self._persistence or Persistence.KEEPS_10
+                self._persistence = self._persistence or KEEPS_10
             elif version != "1.1":
                 self._stop(BadRequest(f"HTTP version {version} is not offered here; use 1.1"))
             elif b"host" not in headers:
@@ -257,7 +260,8 @@ class RequestReader:
     def _frame(self, version: str, headers: dict[bytes, bytes]) -> None:
         """How the body ends, and whether it is wanted. llhttp has refused the ambiguous framings already; what remains
         is checked again here because everything behind this server trusts it."""
-        bytes_max = self._settings.body_bytes_max
+        bytes_max = self._body_bytes_max
+        self._body_bytes = self._raw_bytes = self._chunks = 0
         transfer = headers.get(b"transfer-encoding")
         if transfer is not None:
             if version != "1.1" or b"content-length" in headers:
@@ -265,6 +269,7 @@ class RequestReader:
             if transfer.lower() != b"chunked":
                 self._stop(NotImplementedYet("the only transfer-encoding offered is chunked"))
             self._is_chunked = True
+            self._headers = {}  # takes the trailers, which must not pass for headers
         else:
             self.body_left_bytes = int(headers[b"content-length"])
             if self.body_left_bytes > bytes_max:
@@ -283,8 +288,8 @@ class RequestReader:
         length = len(piece)
         self.body_left_bytes -= length
         self._body_bytes += length
-        if self._body_bytes > self._settings.body_bytes_max:
-            limit = self._settings.body_bytes_max
+        if self._body_bytes > self._body_bytes_max:
+            limit = self._body_bytes_max
             self._stop(BodyTooLarge(f"the body has more than {limit} bytes; at most {limit} are accepted"))
         # One piece is kept as it is; more are gathered in one buffer, because a list of one-byte chunks would take
         # forty times what was sent.
@@ -301,6 +306,8 @@ class RequestReader:
     def on_message_complete(self) -> None:
         if self._is_upgrade:
             return  # the parser skipped the body: `_read_on`
+        if self._is_chunked and not self._is_short:
+            self._check_size(0, self._headers)
         self.stage = IDLE
         self.is_continue_due = False
         body = self._body
@@ -309,15 +316,15 @@ class RequestReader:
                 self._connection,
                 self._method,
                 self._target,
-                self._headers,
+                self._message_headers,
                 body if type(body) is bytes else bytes(body),
-                self._clock.now_s(),
+                self._now_s(),
                 self._persistence,
-                self._coding if body else b"",
+                self._coding if body else None,
             )
         )
         self._body = b""
-        if self._persistence > Persistence.KEEPS_10:
+        if self._persistence > KEEPS_10:
             self.is_done = True
 
     def _path_of(self, target: bytes) -> bytes:
@@ -334,8 +341,14 @@ class RequestReader:
                 return b"/" + rest[position:]
         return b"/"
 
+    def _check_size(self, target_bytes: int, headers: dict[bytes, bytes]) -> None:
+        """Names, values, and the three bytes that at least surround them: never more than what was sent."""
+        size_bytes = target_bytes + sum(map(len, headers)) + sum(map(len, headers.values())) + 3 * len(headers)
+        if size_bytes > self._header_bytes_max:
+            self._stop(self._header_too_large())
+
     def _header_too_large(self) -> HeaderTooLarge:
-        limit = self._settings.header_bytes_max
+        limit = self._header_bytes_max
         return HeaderTooLarge(f"request line and headers are larger than {limit} bytes; at most {limit} are accepted")
 
     def _stop(self, error: HeadraceError) -> NoReturn:

@@ -148,7 +148,13 @@ class Listener:
         sock.setblocking(False)
         handshake = self._loop.create_task(self._connect(self._loop, sock))
         self._handshakes.add(handshake)
-        handshake.add_done_callback(self._handshakes.discard)
+        handshake.add_done_callback(self._set_up)
+        # At once: the neighbours compare before the next connection of a burst is offered.
+        self._front.connections_changed()
+
+    def _set_up(self, handshake: asyncio.Task[None]) -> None:
+        self._handshakes.discard(handshake)
+        self._front.connections_changed()
 
     async def _connect(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
         """One task per connection, until its protocol has it; a request costs none."""

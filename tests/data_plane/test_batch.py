@@ -1,0 +1,143 @@
+"""The shell around the policies: waiting lists, lanes, expiry."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from headrace.clock import SystemClock
+from headrace.data_plane.batch import Batch, Lane, WaitingList
+from headrace.data_plane.batch_curve import CurveLearner
+from headrace.data_plane.batch_policy import Decision, PolicyFacts
+from headrace.data_plane.ticket import InferRequest, Ticket
+from headrace.errors import DeadlineUnreachable, HeadraceError
+from headrace.testing.rig import FunctionRuntime, RigCall
+from headrace.types import Ending
+
+
+@dataclass
+class ScriptedPolicy:
+    """Answers what the test wrote down."""
+
+    decisions: list[Decision] = field(default_factory=list)
+    admitted: bool = True
+    waiting_rows_max: float = float("inf")
+    name: str = "scripted"
+
+    def arrived(self, now_s: float, rows: int) -> None: ...
+
+    def admits(self, now_s: float, deadline_s: float, rows: int, free_at_s: float, waiting_rows: int) -> bool:
+        return self.admitted
+
+    def decide(self, now_s: float, deadlines_s: Sequence[float], rows: Sequence[int]) -> Decision:
+        return self.decisions.pop(0)
+
+    def executed(self, now_s: float, rows: int, took_s: float, lateness_s: float) -> None: ...
+
+    def snapshot(self, now_s: float | None = None) -> PolicyFacts:
+        raise NotImplementedError
+
+
+class RecordingExecutor:
+    """Starts batches and never finishes them."""
+
+    is_inline = False
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+        self.is_free = True
+
+    def has_free_slot(self) -> bool:
+        return self.is_free
+
+    def free_at_s(self, now_s: float) -> float:
+        return now_s
+
+    def start(self, batch: Batch, done: Callable[[Batch], None]) -> None:
+        self.batches.append(batch)
+        self.is_free = False
+
+    def close(self) -> None: ...
+
+
+class Bench:
+    """One waiting list, one lane, a scripted policy."""
+
+    def __init__(self, rows_max: int = 4) -> None:
+        self.policy = ScriptedPolicy()
+        self.executor = RecordingExecutor()
+        self.refusals: list[tuple[Ticket, HeadraceError]] = []
+        runtime = FunctionRuntime(lambda rows: rows)
+        learner = CurveLearner([(1, 0.001), (8, 0.002)])
+        self.waiting = WaitingList(runtime, self.policy, learner, rows_max, is_batched=True)
+        self.lane = Lane(asyncio.get_running_loop(), SystemClock(), self.executor, lambda batch: None, self.refuse)
+
+    def refuse(self, ticket: Ticket, error: HeadraceError) -> None:
+        ticket.ending = error.ending
+        self.refusals.append((ticket, error))
+        self.lane.forget(self.waiting, ticket)
+
+    def submit(self, rows: int, within_s: float) -> Ticket:
+        array = np.zeros((rows, 1), np.float32)
+        ticket = Ticket(RigCall(array), "r", "t", 0.0, deadline_at_s=SystemClock.now_s() + within_s)
+        ticket.request = InferRequest(None, {}, {"x": array}, rows, ())
+        self.lane.submit(self.waiting, ticket)
+        return ticket
+
+
+async def test_shedding_one_piece_withdraws_its_siblings_and_does_not_pull_strangers_into_the_batch() -> None:
+    """X2: of a request in three pieces the first is shed; the two others, which were to run, run no more."""
+    bench = Bench()
+    big = bench.submit(rows=12, within_s=5)
+    small = bench.submit(rows=1, within_s=6)
+    late = bench.submit(rows=1, within_s=7)
+    bench.policy.decisions = [Decision(shed=1, hopeless=1, run=3, hold_until_s=None, urgency_s=0.0)]
+    await asyncio.sleep(0)
+
+    assert [big] == [ticket for ticket, _ in bench.refusals]
+    assert [[small]] == [[piece.ticket for piece in batch.pieces] for batch in bench.executor.batches]
+    assert [late] == [piece.ticket for piece in bench.waiting.pieces]
+    assert 1 == bench.waiting.rows_waiting
+
+
+async def test_the_waiting_list_stays_sorted_whatever_the_order_of_deadlines() -> None:
+    """X2: earliest deadline first, arrival order among equals."""
+    bench = Bench()
+    bench.executor.is_free = False
+    tickets = [bench.submit(1, within_s) for within_s in (5, 3, 4, 1, 2)]
+
+    assert sorted(bench.waiting.deadlines_s) == bench.waiting.deadlines_s
+    assert [tickets[at] for at in (3, 4, 1, 2, 0)] == [piece.ticket for piece in bench.waiting.pieces]
+
+
+async def test_a_waiting_request_is_told_by_its_deadline_though_the_executor_is_stuck() -> None:
+    """S2, F6: nobody waits for an executor that does not come back."""
+    bench = Bench()
+    bench.executor.is_free = False
+    ticket = bench.submit(1, within_s=0.02)
+    await asyncio.sleep(0.06)
+
+    assert Ending.EXPIRED is ticket.ending
+    assert [] == bench.waiting.pieces
+
+
+async def test_the_queue_keeps_to_the_bound_of_the_policy_by_dropping_what_is_nearest_its_deadline() -> None:
+    """S2: every queue has a bound."""
+    bench = Bench()
+    bench.executor.is_free = False
+    bench.policy.waiting_rows_max = 3
+    tickets = [bench.submit(1, within_s=1 + number) for number in range(5)]
+
+    assert tickets[:2] == [ticket for ticket, _ in bench.refusals]
+    assert {"shed"} == {error.code for _, error in bench.refusals}
+    assert 3 == bench.waiting.rows_waiting
+
+
+async def test_a_refusal_at_the_door_says_what_would_fit() -> None:
+    """S2: the message has the numbers."""
+    bench = Bench()
+    bench.policy.admitted = False
+    with pytest.raises(DeadlineUnreachable, match=r"100 rows cannot be answered within .* ms: running alone takes"):
+        bench.submit(100, within_s=0.001)
