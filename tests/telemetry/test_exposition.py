@@ -185,7 +185,9 @@ def test_counts_under_an_earlier_releases_bounds_are_kept(fleet: Fleet) -> None:
     """When the bounds of a histogram change, old counts move to the next bound above: the total stays exact (O1)."""
     worker = fleet.start(1)
     labels = {"endpoint": "flower", "model": "iris", "version": "1"}
-    worker.histogram("batch_rows", labels, (3.0, 5000.0)).observe_many([2.0, 3.0, 4.0, 9000.0])
+    histogram = worker.histogram("batch_rows", labels, (3.0, 5000.0))
+    for rows in (2.0, 3.0, 4.0, 9000.0):
+        histogram.observe(rows)
     worker.histogram("batch_rows", labels, BY_NAME["batch_rows"].buckets).observe(2.0)
     samples = fleet.samples()
     bucket = 'batch_rows_bucket{{endpoint="flower",le="{}",model="iris",version="1"}}'

@@ -1,7 +1,6 @@
 """Slots: what a reader in another process may rely on, and what a kill leaves behind."""
 
 import errno
-import math
 import os
 import random
 import signal
@@ -13,7 +12,6 @@ import time
 import timeit
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -89,7 +87,7 @@ def reopened(writer: SlotWriter) -> SlotWriter:
     os.close(writer._fd)
     writer._fd = -1
     writer._map = None  # type: ignore[assignment]
-    for name in ("_cells", "_ledgers", "_single", "_histograms", "connections", "_dropped", "_overflow"):
+    for name in ("_cells", "_ledgers", "_single", "_histograms", "connections", "is_taking", "_dropped", "_overflow"):
         delattr(writer, name)
     return SlotWriter.open(writer.path)
 
@@ -325,6 +323,8 @@ def test_connections_of_live_neighbours_can_be_peeked_at(path: Path) -> None:
     assert peek_connections(path, clock.now_s()) is None
     writer = SlotWriter.open(path, clock=clock)
     writer.connections.add(3.0)
+    assert peek_connections(path, clock.now_s()) is None  # it takes none yet
+    writer.is_taking.set(1.0)
 
     assert 3 == peek_connections(path, clock.now_s())
     clock.advance(slots.ALIVE_S_MAX + 1)
@@ -338,30 +338,6 @@ def test_connections_of_live_neighbours_can_be_peeked_at(path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- numbers
-
-
-@given(st.lists(st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf, -math.inf]), max_size=60))
-def test_many_observations_at_once_equal_one_by_one(
-    tmp_path_factory: pytest.TempPathFactory, observed: list[float]
-) -> None:
-    """`observe_many` is `observe` for each; bounds are inclusive, as Prometheus wants; NaN and infinity are left out
-    (O1)."""
-    path = tmp_path_factory.mktemp("slots") / "worker-1.slots"
-    writer = SlotWriter.open(path)
-    bounds = (-1.0, 0.0, 0.5, 3.0)
-    one_by_one = writer.histogram("one", {}, bounds)
-    for value in observed:
-        one_by_one.observe(value)
-    writer.histogram("many", {}, bounds).observe_many(observed)
-    writer.close()
-    values = read_slots(path)
-    [(_, one)], [(_, many)] = values.histograms("one"), values.histograms("many")
-    numbers = [value for value in observed if math.isfinite(value)]
-    edges = (-math.inf, *bounds, math.inf)
-    expected = [float(sum(low < value <= high for value in numbers)) for low, high in pairwise(edges)]
-
-    assert expected == list(one.counts) == list(many.counts)
-    assert one.sum == pytest.approx(many.sum, rel=1e-9, abs=1e-6)
 
 
 def test_a_key_is_the_same_whatever_the_order_of_its_labels(path: Path) -> None:

@@ -121,6 +121,7 @@ class Worker:
         self._front = HttpFront(settings, router, clock)
         tls = tls_context(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
         self._listener = Listener(self._listening, self._front, tls, self._fewest_connections)
+        self._front.connections_changed = lambda: slots.connections.set(self._listener.connections)
         self._front.connections_changed = self._publish_connections
         self._watch_gc()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -147,8 +148,7 @@ class Worker:
     def _tick(self) -> None:
         self._follow_snapshot()
         self._front.sweep()
-        if self._plane.is_ready and self._state != "stopped":
-            self._slots.beat()
+        self._slots.beat()
         self._accept_or_leave_it()
         self._watch_stuck_runs()
         self._gauges.update(self._plane, self._sink, self._pipeline.snapshot_id)
@@ -198,8 +198,9 @@ class Worker:
 
     def _accept_or_leave_it(self) -> None:
         """A worker that is not ready leaves new connections to neighbours that are; if none is, it answers 503."""
-        wants = self._state != "retiring" and (self._plane.is_ready or self._fewest_connections() < 0)
-        if wants:
+        takes = self._plane.is_ready and self._state == "ready"
+        self._slots.is_taking.set(float(takes))
+        if takes or (self._state != "retiring" and self._fewest_connections() < 0):
             self._listener.start()
         else:
             self._listener.stop()

@@ -16,6 +16,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -369,11 +370,15 @@ def report_lines(results: dict[str, Any]) -> list[str]:
             median, least, most = (f"{values[key] * scale:,.{digits}f}" for key in ("median", "min", "max"))
             return f"{median} ({least}–{most})"
 
-        rows.append(
-            f"| {each['connections']} | {cell('echo_requests_per_s', 1, 0)} | "
-            f"{cell('headrace_requests_per_s', 1, 0)} | **{cell('requests_ratio', 1, 3)}** | {cell('echo_p99_s', 1e3, 2)} | {cell('headrace_p99_s', 1e3, 2)} | "
-            f"{cell('p99_ratio', 1, 2)} |"
+        cells = (
+            cell("echo_requests_per_s", 1, 0),
+            cell("headrace_requests_per_s", 1, 0),
+            f"**{cell('requests_ratio', 1, 3)}**",
+            cell("echo_p99_s", 1e3, 2),
+            cell("headrace_p99_s", 1e3, 2),
+            cell("p99_ratio", 1, 2),
         )
+        rows.append(f"| {each['connections']} | {' | '.join(cells)} |")
     found = results["profile"]
     stages = " | ".join(f"{seconds * 1e6:,.0f}" for seconds in found["stages_s"].values())
     facts = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
@@ -385,10 +390,9 @@ def report_lines(results: dict[str, Any]) -> list[str]:
     return [
         "# Headrace over a bare echo",
         "",
-        "Made by `scripts/bench`. A is `headrace serve` with a tabular ONNX model (30 features, "
-        f"{TREES} trees), Open Inference Protocol JSON, one row a request; B answers the same bytes from "
-        "`httptools` and `uvloop` without doing anything for them. Both on one core, the generator on another, measured in turn "
-        "A B A B. Medians of "
+        f"Made by `scripts/bench`. A is `headrace serve` with a tabular ONNX model (30 features, {TREES} trees), Open "
+        "Inference Protocol JSON, one row a request; B answers the same bytes from `httptools` and `uvloop` without "
+        "doing anything for them. Both on one core, the generator on another, measured in turn A B A B. Medians of "
         f"{results['repetitions']} × {results['seconds']:g} s, smallest and largest in brackets. "
         "Keep the ratios; the rates belong to the machine.",
         "",
@@ -469,9 +473,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=Path("benchmarks"), help="where results.md and .json go")
     options = parser.parse_args(arguments)
     seconds, repetitions = (2.0, 3) if options.quick else (5.0, 5)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: no server stays behind
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
         try:
             results = bench(Path(folder), seconds=seconds, repetitions=repetitions, prefers_wrk=not options.own)
+        except KeyboardInterrupt:
+            say("bench: stopped")
+            return 130
         except RuntimeError as error:
             say(f"bench: FAILED: {error}")
             return 1

@@ -6,13 +6,14 @@ leaves nothing behind: the server lives in a temporary folder.
 
 import argparse
 import signal
+import subprocess
 import sys
 import tempfile
 import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -45,7 +46,7 @@ from headrace.testing.server import ServerProcess
 
 NAME: Final = "triage"
 DEADLINE_S: Final = 0.050
-TREES: Final = 600
+TREES: Final = 1500
 ROWS: Final = 64
 CONNECTIONS: Final = 32
 CALIBRATIONS: Final = 3
@@ -204,9 +205,10 @@ class Demo:
                 if phase.result.void_reason:
                     note = f"note: {phase.title} proves little: {phase.result.void_reason}"
                     say(textwrap.indent(textwrap.fill(note, 74), "   "), markup=False, highlight=False)
-            problems = []
             held = flood.result.goodput_per_s / carried_per_s
-            if held < SHARE_HELD_MIN:
+            is_timed = not flood.result.void_reason
+            problems = []
+            if is_timed and held < SHARE_HELD_MIN:
                 problems.append(
                     f"in the flood {held:.0%} of the limit was answered in time, wanted {SHARE_HELD_MIN:.0%}"
                 )
@@ -219,9 +221,10 @@ class Demo:
         if problems:
             say("[bold red]FAILED[/] " + "; ".join(problems))
             return 1
+        kept = f"under {SHARE_FLOOD:g} x the load {held:.0%} of the limit was answered in time"
         say(
-            f"[bold green]PASSED[/] {sum(self._tally.endings.values()):,} requests sent, every one accounted for, stopped"
-            f" cleanly;\n       under {SHARE_FLOOD:g} x the load {held:.0%} of the limit was answered in time.",
+            f"[bold green]PASSED[/] {self._tally.endings.total():,} requests, every one accounted for; clean stop;\n"
+            f"       {kept if is_timed else 'this machine was too busy to time the flood: see the note'}.",
             highlight=False,
         )
         say("\nNow yours:  headrace serve your-model.onnx --slo p99=50ms", highlight=False)
@@ -356,8 +359,9 @@ class Demo:
             f"\n[bold]7  It stays up until Ctrl-C[/]\n"
             f"   endpoint  {base}/v2/models/{NAME}\n"
             f"   metrics   http://127.0.0.1:{server.admin_port}/metrics\n"
-            f"   try       curl {base}/v2/models/{NAME}/infer -d \\\n"
-            f'     \'{{"inputs":[{{"name":"X","shape":[1,30],"datatype":"FP32","data":[{row}]}}]}}\'',
+            f"   try       curl -s {base}/v2/models/{NAME}/infer -d '\n"
+            f'{{"inputs":[{{"name":"X","shape":[1,30],"datatype":"FP32","data":\n'
+            f"[{row}]}}]}}'",
             highlight=False,
             soft_wrap=True,
         )
@@ -365,9 +369,10 @@ class Demo:
             while server.process.poll() is None:
                 time.sleep(0.2)
         except KeyboardInterrupt:
-            pass
-        self._console.print("   stopping", highlight=False)
-        server.stop()
+            # Ctrl-C reaches the server too, and a second signal would make it skip the orderly stop.
+            with suppress(subprocess.TimeoutExpired):
+                server.process.wait(2.0)
+        self._console.print("\n   stopped", highlight=False)
 
 
 def _requests(server: ServerProcess, patients: Patients) -> list[bytes]:
@@ -433,6 +438,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="length of each stretch of traffic (default 10)")
     options = parser.parse_args(arguments)
     console = Console(width=80 if not sys.stdout.isatty() else None, soft_wrap=False)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: no server stays behind
     with tempfile.TemporaryDirectory(prefix="headrace-demo-") as folder:
         try:
             return Demo(console, options.seconds, options.stay).run(Path(folder))

@@ -166,13 +166,18 @@ class ServerProcess:
         return samples
 
     def worker_pids(self) -> list[int]:
-        """Process ids of the live workers, from their reports."""
-        pids = []
-        for path in sorted(self.home.glob("run/worker-*.json")):
-            pid = json.loads(path.read_bytes())["pid"]
-            if Path(f"/proc/{pid}").exists():
-                pids.append(pid)
-        return pids
+        """Process ids of the workers that live and are ready, by number, from their reports."""
+        pids = {}
+        for path in self.home.glob("run/worker-*.json"):
+            report = json.loads(path.read_bytes())
+            if report["state"] == "ready" and is_running(report["pid"]):
+                pids[report["number"]] = report["pid"]
+        return [pids[number] for number in sorted(pids)]
+
+    def wait_workers(self, count: int) -> list[int]:
+        """Return the process ids of the workers once so many are ready."""
+        wait_until(lambda: len(self.worker_pids()) == count, what=f"{count} workers ready")
+        return self.worker_pids()
 
     def caller(self, name: str = "caller") -> "Caller":
         """A caller of this server, which hangs up when the server stops."""

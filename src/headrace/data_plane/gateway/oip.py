@@ -1,22 +1,20 @@
 """The Open Inference Protocol over HTTP: request bodies to arrays, arrays to reply bodies.
 
-A `Codec` is compiled once per loaded version. `decode` takes one of two ways to the same code, `encode` goes back:
+A `Codec` is compiled once per loaded version. A request takes one of two ways to the same arrays:
 
-    JSON part ─┬─ typed (oip_plans)  msgspec structs made from the signature; checks names, datatypes, fixed dimensions
-               │                     and the kind of every element while it parses. Flat data without nulls, which is
-               │                     nearly all traffic.
-               └─ exact (oip_json)   anything the typed way refuses is parsed again without types and looked at piece by
-                     │               piece. Accepts nested data and nulls, and finds the words for what is wrong. It
-                     │               alone decides what is an error.
-                  Message
-                     │
-                  Codec._build ──── oip_parameters    what the parameters ask for
-                     ├── data ───── oip_leaves.pack   JSON leaves to an array
-                     └── no data ── oip_binary.view   a part of the binary tail as an array
-                     │
-                InferRequest  …the model…  arrays
-                                             │
-                  Encoded ───────────────────┴─ oip_leaves.write_data or oip_binary.tensor_bytes
+    JSON part ─┬─ typed  oip_plans  msgspec structs made from the signature; checks names, datatypes, fixed dimensions
+               │                    and the kind of every element while it parses. Flat data without nulls, which is
+               │                    nearly all traffic.
+               └─ exact  oip_json   anything the typed way refuses is parsed again without types and looked at piece by
+                                    piece. Accepts nested data and nulls, and finds the words for what is wrong. It
+                                    alone decides what is an error.
+
+    Message ─── Codec._build ─┬─ oip_leaves.pack    data in the JSON
+    from either               ├─ oip_binary.view    data in the binary part
+                              └─ oip_parameters     timeout, form of the outputs, what is refused
+
+    arrays ──── Codec.encode ─┬─ oip_leaves.write_data
+    from the model            └─ oip_binary.tensor_bytes
 
 A body that is nothing but a tensor (the raw form) goes straight to `oip_binary.raw_tensor`.
 
@@ -25,6 +23,7 @@ implementations disagree, `docs/reference/open-inference-protocol.md` says what 
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
@@ -41,7 +40,7 @@ from headrace.tensors import Array, Signature, element_count
 
 __all__ = ["Codec", "Encoded"]
 
-_EMPTY_DIMENSION_MAX = 65_536  # no element backs the dimensions of an empty tensor, so something must bound them
+_EMPTY_DIMENSION_MAX: Final = 65_536  # no element backs the dimensions of an empty tensor, so something must bound them
 
 
 class Encoded(msgspec.Struct, gc=False):

@@ -106,7 +106,7 @@ def typed_decoder(plans: Collection[InputPlan]) -> Callable[[bytes], Message]:
     """
     structs = tuple(_input_struct(plan, len(plans) == 1) for plan in plans)
     items: Any = list[Union[structs]] if structs else tuple[()]  # type: ignore[valid-type] # noqa: UP007
-    message = msgspec.defstruct("Message", [("inputs", items)], bases=(Message,), gc=False)
+    message: Any = msgspec.defstruct("Message", [("inputs", items)], bases=(Message,), gc=False)
     return msgspec.json.Decoder(message).decode
 
 
