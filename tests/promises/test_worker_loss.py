@@ -15,6 +15,7 @@ from headrace.testing.server import (
     ServerProcess,
     Traffic,
     is_running,
+    receive_all,
     sleep_config,
     title,
     wait_until,
@@ -86,7 +87,7 @@ def test_only_requests_held_by_the_killed_worker_are_lost_and_each_is_counted(se
     held = held_by(server)
     with Scrapes(server) as scrapes:
         os.kill(victim, signal.SIGKILL)
-        replies = [caller.receive() for caller in callers]
+        replies = receive_all(callers)
         wait_until(lambda: victim not in server.worker_pids() and len(server.worker_pids()) == 2)
     closed = [reply for reply in replies if reply.status == CLOSED]
 

@@ -244,12 +244,19 @@ def publish(home: Home, snapshot: Snapshot) -> bool:
     """Make a snapshot the desired one.
 
     Returns:
-        False when it already was.
+        False when it already was. One whose file was damaged meanwhile is written again.
     """
-    if home.desired_id() == snapshot.id:
+    if home.desired_id() == snapshot.id and _is_readable(home, snapshot.id):
         return False
     home.write_snapshot(snapshot)
     return True
+
+
+def _is_readable(home: Home, snapshot_id: str) -> bool:
+    try:
+        return home.read_snapshot(snapshot_id).id == snapshot_id
+    except (OSError, ValueError):
+        return False
 
 
 def publish_configuration(home: Home, configuration: Configuration) -> Plan:

@@ -346,6 +346,8 @@ def top_functions(stacks: str, limit: int = 15) -> list[dict[str, Any]]:
     anywhere: Counter[str] = Counter()
     for line in stacks.splitlines():
         stack, _, count = line.rpartition(" ")
+        if not stack:
+            continue  # a thread without a Python frame
         frames = [re.sub(r":\d+\)$", ")", frame) for frame in stack.split(";")]
         on_top[frames[-1]] += int(count)
         for frame in set(frames):

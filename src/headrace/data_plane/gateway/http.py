@@ -72,6 +72,7 @@ class HttpFront:
         self.settings = settings
         self.handler = handler
         self.clock = clock
+        self.now_s = clock.now_s
         self.is_retiring = False
         self.connections_changed: Callable[[], None] = lambda: None
         self.status_lines = StatusLines(clock.unix_s())

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, cast
 from headrace.data_plane.gateway.http_compression import decompress, decompress_inline
 from headrace.data_plane.gateway.http_exchange import CLOSES, KEEPS, KEEPS_10, REFUSES, Exchange, Part, body_bytes
 from headrace.data_plane.gateway.http_reader import BODY, HEAD, IDLE, RequestReader
-from headrace.data_plane.gateway.http_reply import error_reply
+from headrace.data_plane.gateway.http_reply import LENGTH_LINES, error_reply
 from headrace.errors import HeadraceError, RequestTimeout, ServerError, TooManyConnections
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's do not inherit from asyncio's
-        self._since_s = self._taken_at_s = self.front.clock.now_s()
+        self._since_s = self._taken_at_s = self.front.now_s()
         if not self.front.admits(self):
             most = self.front.settings.connections_max
             self._refuse(TooManyConnections(f"{most} connections are open, which is the most", retry_after_s=1.0))
@@ -115,17 +115,18 @@ class Connection(asyncio.Protocol):
             self._backlog = memoryview(data)
         else:
             self._feed(data)
+            parsed, pipeline = self._parsed, self._pipeline
             if (
-                len(self._parsed) == 1
-                and not self._pipeline
+                len(parsed) == 1
+                and not pipeline
+                and parsed[0].special is None
                 and not self._is_write_paused
-                and self._parsed[0].special is None
                 and self._bound > 1
             ):
                 # One plain request and nothing before it, as nearly always: straight through. Its answer may be
                 # written from within, which is safe because nothing else is under way here.
-                exchange = self._parsed.popleft()
-                self._pipeline.append(exchange)
+                exchange = parsed.popleft()
+                pipeline.append(exchange)
                 self.front.hand_over(exchange)
                 return
         self._pump()
@@ -153,10 +154,33 @@ class Connection(asyncio.Protocol):
 
     def answer_ready(self, exchange: Exchange) -> None:
         """An answer of this connection is complete; it leaves at once if it is its turn."""
-        if self._is_pumping or self._pipeline[0] is not exchange:
+        pipeline = self._pipeline
+        if self._is_pumping or pipeline[0] is not exchange:
             return
-        self._flush()
-        if self._parsed or self._backlog is not None or not self._is_reading:
+        if (
+            len(pipeline) == 1
+            and exchange.persistence == KEEPS
+            and exchange.reply_status == 200
+            and not self.front.is_retiring
+            and self._reader.stage == IDLE
+            and exchange.method != "HEAD"
+        ):
+            # The only answer owed, a plain one: what `_flush` and `_render` come to, without their choices.
+            body = exchange.reply_body
+            only = body[0] if len(body) == 1 else None
+            if type(only) is bytes and len(only) <= _JOINED_BYTES_MAX:
+                del pipeline[0]
+                exchange.connection = None
+                lines = (self.front.status_lines[200], exchange.reply_head, LENGTH_LINES[len(only)], only)
+                answer = b"".join(lines)
+                self._bytes_written += len(answer)
+                self._since_s = self.front.now_s()
+                self._transport.write(answer)
+            else:
+                self._flush()
+        else:
+            self._flush()
+        if not self._is_reading or self._parsed or self._backlog is not None:
             self._pump()
 
     def _pump(self) -> None:
@@ -251,7 +275,7 @@ class Connection(asyncio.Protocol):
         persistence = KEEPS
         while pipeline and pipeline[0].is_ready:
             exchange = pipeline.popleft()
-            exchange.leave()
+            exchange.connection = None
             persistence = exchange.persistence
             if front.is_retiring and persistence < CLOSES and self._is_last():
                 # The caller may have more under way, which it will send elsewhere: read it off, then close.
@@ -276,7 +300,7 @@ class Connection(asyncio.Protocol):
             self._finish(persistence)
         elif not pipeline:
             if self._reader.stage == IDLE:
-                self._since_s = front.clock.now_s()
+                self._since_s = front.now_s()
             elif self._reader.is_continue_due and not self._parsed:
                 self._send_continue()
 
@@ -289,11 +313,11 @@ class Connection(asyncio.Protocol):
         if status in _BODILESS:
             chunks.append(b"%b%b\r\n" % (lines, head))
         elif exchange.method == "HEAD":
-            chunks.append(b"%b%bcontent-length: %d\r\n\r\n" % (lines, head, body_bytes(body)))
+            chunks.append(lines + head + LENGTH_LINES[body_bytes(body)])
         elif type(only) is bytes and len(only) <= _JOINED_BYTES_MAX:
-            chunks.append(b"%b%bcontent-length: %d\r\n\r\n%b" % (lines, head, len(only), only))
+            chunks.append(b"".join((lines, head, LENGTH_LINES[len(only)], only)))
         else:
-            chunks.append(b"%b%bcontent-length: %d\r\n\r\n" % (lines, head, body_bytes(body)))
+            chunks.append(lines + head + LENGTH_LINES[body_bytes(body)])
             for part in body:
                 if type(part) is bytes:
                     chunks.append(part)
@@ -307,7 +331,7 @@ class Connection(asyncio.Protocol):
     def _send_continue(self) -> None:
         """Tell a caller that waits with its body to send it; after every answer that is owed before."""
         self._reader.is_continue_due = False
-        self._since_s = self.front.clock.now_s()  # only now does the body's time limit start
+        self._since_s = self.front.now_s()  # only now does the body's time limit start
         self._bytes_written += len(_CONTINUE)
         self._transport.write(_CONTINUE)
 
@@ -324,7 +348,7 @@ class Connection(asyncio.Protocol):
             return
         self._is_reading = wants_reading
         if wants_reading:
-            self._since_s = self.front.clock.now_s()  # a half-read request is not blamed for our pause
+            self._since_s = self.front.now_s()  # a half-read request is not blamed for our pause
             self._transport.resume_reading()
         else:
             self._transport.pause_reading()
@@ -336,11 +360,11 @@ class Connection(asyncio.Protocol):
         if self._reader.stage == BODY:
             size_bytes = max(size_bytes, self._reader.body_left_bytes)
         self._backlog = backlog[size_bytes:] if len(backlog) > size_bytes else None
-        self._feed(backlog[:size_bytes])
+        self._after_feed(self._reader.feed(backlog[:size_bytes]))
 
-    def _feed(self, data: bytes | memoryview) -> None:
+    def _after_feed(self, error: HeadraceError | None) -> None:
+        """Act on what the reader met: an error, the last request, or a request that goes on in the next read."""
         reader = self._reader
-        error = reader.feed(data)
         if error is not None:
             self._refuse(error)
         elif reader.is_done:
@@ -349,7 +373,7 @@ class Connection(asyncio.Protocol):
         elif reader.stage != IDLE:
             if not reader.is_timed:
                 reader.is_timed = True
-                self._since_s = self.front.clock.now_s()
+                self._since_s = self.front.now_s()
             if reader.is_continue_due and not self._pipeline and not self._parsed:
                 self._send_continue()
 
@@ -358,7 +382,7 @@ class Connection(asyncio.Protocol):
     def _refuse(self, error: HeadraceError) -> None:
         """Break off: the reply takes its place behind the answers that are owed, and ends the connection."""
         self._stop_reading()
-        self._parsed.append(Exchange(self, "", b"", {}, b"", self.front.clock.now_s(), REFUSES, error))
+        self._parsed.append(Exchange(self, "", b"", {}, b"", self.front.now_s(), REFUSES, error))
 
     def _stop_reading(self) -> None:
         self._is_deaf = True
@@ -371,7 +395,7 @@ class Connection(asyncio.Protocol):
         if persistence == CLOSES:
             self._close()
             return
-        self._linger_until_s = self.front.clock.now_s() + LINGER_S
+        self._linger_until_s = self.front.now_s() + LINGER_S
         self._steer_reading()
         if self._transport.can_write_eof():  # not over TLS
             self._transport.write_eof()

@@ -36,6 +36,7 @@ class Exchange:
         target: Path and query as sent, not decoded; of an absolute target only these.
         headers: Values by lower-case name. A repeated header is joined with `, `. Trailers are left out.
         body: Dechunked and decompressed.
+        connection: Where the answer goes; None once it has gone out or the caller has left.
         special: For the connection: the content coding to undo, or the error to tell; None for a plain request.
         received_at_s: Monotonic time at which the last byte of the message was parsed, before decompression.
         body_bytes_received: Length of the body as sent: dechunked, not decompressed.
@@ -46,10 +47,10 @@ class Exchange:
     """
 
     __slots__ = (
-        "_connection",
         "_is_sent",
         "body",
         "body_bytes_received",
+        "connection",
         "headers",
         "is_ready",
         "may_compress",
@@ -80,7 +81,7 @@ class Exchange:
         persistence: int,
         special: bytes | HeadraceError | None = None,
     ) -> None:
-        self._connection = connection
+        self.connection = connection
         self.method = method
         self.target = target
         self.headers = headers
@@ -102,7 +103,7 @@ class Exchange:
     @property
     def is_gone(self) -> bool:
         """The caller has gone, or has been handed the answer."""
-        return self._connection is None
+        return self.connection is None
 
     def send(self, status: int, head: bytes, body: Sequence[Part]) -> bool:
         """Answer the request.
@@ -125,7 +126,7 @@ class Exchange:
             raise RuntimeError(f"a second answer ({status}) to one request; each request has exactly one")
         self._is_sent = True
         self.on_abandoned = None  # Also lets go of whatever the callback holds.
-        connection = self._connection
+        connection = self.connection
         if connection is None:
             return False
         self.reply_status = status
@@ -139,13 +140,9 @@ class Exchange:
 
     def abandon(self) -> Callable[[], None] | None:
         """The caller has gone: no answer leaves any more. Returns the callback that is now due, if any."""
-        self._connection = None
+        self.connection = None
         callback, self.on_abandoned = self.on_abandoned, None
         return callback
-
-    def leave(self) -> None:
-        """The answer goes out; the exchange lets go of its connection."""
-        self._connection = None
 
     def _is_left_to_compress(self, connection: "Connection") -> bool:
         """Compress the answer if that is asked for; True when it is ready only later.
@@ -168,7 +165,7 @@ class Exchange:
         return False
 
     def _compressed(self, result: bytes | BaseException) -> None:
-        connection = self._connection
+        connection = self.connection
         if connection is None:
             return
         if isinstance(result, BaseException):

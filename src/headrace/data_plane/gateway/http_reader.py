@@ -89,6 +89,7 @@ class RequestReader:
         "_header_bytes_max",
         "_headers",
         "_is_chunked",
+        "_is_plain",
         "_is_short",
         "_is_upgrade",
         "_message_headers",
@@ -122,6 +123,7 @@ class RequestReader:
         self._body: bytes | bytearray = b""
         self._persistence = KEEPS
         self._is_chunked = self._is_short = self._is_upgrade = False
+        self._is_plain = True  # the fields of the last request that most never change are as they were
         self._raw_bytes = self._body_bytes = self._chunks = 0
         self.body_left_bytes = 0
         self.is_continue_due = False
@@ -155,6 +157,8 @@ class RequestReader:
             if self._refusal is None and isinstance(error, httptools.HttpParserCallbackError):
                 raise  # a defect of this file
             return self._refusal or BadRequest(f"not a valid HTTP/1.1 request: {error}")
+        if self.stage == IDLE:
+            return None
         # Safety nets for what the callbacks do not see: one endless header, and padding between chunks.
         if was_head and self.stage == HEAD:
             self._raw_bytes += len(data)
@@ -219,11 +223,13 @@ class RequestReader:
     def on_headers_complete(self) -> None:
         self.stage = BODY
         self.is_timed = False
-        self._persistence = KEEPS
-        self._is_chunked = self._is_upgrade = False
-        self._coding = None
-        self._body = b""
-        self.body_left_bytes = 0
+        if not self._is_plain:
+            self._is_plain = True
+            self._persistence = KEEPS
+            self._is_chunked = self._is_upgrade = False
+            self._coding = None
+            self._body = b""
+            self.body_left_bytes = 0
         parser = self._parser
         headers = self._message_headers = self._headers
         method = parser.get_method()
@@ -239,8 +245,10 @@ class RequestReader:
         version = "1.1"
         if not parser.should_keep_alive():
             self._persistence = CLOSES
+            self._is_plain = False
         # The version is looked up only where it can matter: 0.9, 1.0 and 2.0 do not keep alive without this header.
         if self._persistence or b"connection" in headers or b"host" not in headers:
+            self._is_plain = False
             version = parser.get_http_version()
             if version == "1.0":
                 self._persistence = self._persistence or KEEPS_10
@@ -261,6 +269,7 @@ class RequestReader:
         """How the body ends, and whether it is wanted. llhttp has refused the ambiguous framings already; what remains
         is checked again here because everything behind this server trusts it."""
         bytes_max = self._body_bytes_max
+        self._is_plain = False
         self._body_bytes = self._raw_bytes = self._chunks = 0
         transfer = headers.get(b"transfer-encoding")
         if transfer is not None:
@@ -274,18 +283,22 @@ class RequestReader:
             self.body_left_bytes = int(headers[b"content-length"])
             if self.body_left_bytes > bytes_max:
                 self._stop(BodyTooLarge(f"the body has {self.body_left_bytes} bytes; at most {bytes_max} are accepted"))
-        coding = headers.get(b"content-encoding", b"").lower()
-        if coding and coding != b"identity":
-            if coding not in WINDOW_BITS:
+        if b"content-encoding" in headers:
+            coding = headers[b"content-encoding"].lower()
+            if coding in WINDOW_BITS:
+                self._coding = coding
+            elif coding not in (b"", b"identity"):
                 self._stop(UnsupportedEncoding(f"this content-encoding is not offered; {OFFERED.decode()} are"))
-            self._coding = coding
 
     def on_chunk_header(self) -> None:
         self._chunks += 1
 
     def on_body(self, piece: bytes) -> None:
-        self.is_continue_due = False  # it did not wait to be asked
         length = len(piece)
+        if length == self.body_left_bytes and not self._body:
+            self._body = piece  # all of it, as nearly always
+            return
+        self.is_continue_due = False  # the caller did not wait to be asked
         self.body_left_bytes -= length
         self._body_bytes += length
         if self._body_bytes > self._body_bytes_max:
@@ -323,7 +336,7 @@ class RequestReader:
                 self._coding if body else None,
             )
         )
-        self._body = b""
+        self._body = b""  # the exchange has it; while the connection is silent nothing is held
         if self._persistence > KEEPS_10:
             self.is_done = True
 

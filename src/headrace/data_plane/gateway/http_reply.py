@@ -10,7 +10,7 @@ import msgspec
 from headrace.data_plane.gateway.http_compression import OFFERED
 from headrace.errors import HeadraceError, UnsupportedEncoding
 
-__all__ = ["StatusLines", "error_reply"]
+__all__ = ["LENGTH_LINES", "StatusLines", "error_reply"]
 
 _REASONS: Final = {status.value: status.phrase for status in HTTPStatus}
 _encode = msgspec.json.Encoder().encode
@@ -55,3 +55,18 @@ class StatusLines(dict[int, bytes]):
         reason = _REASONS.get(status, "Unknown").encode()
         lines = self[status] = b"HTTP/1.1 %d %b\r\ndate: %b\r\n" % (status, reason, self._date)
         return lines
+
+
+class _LengthLines(dict[int, bytes]):
+    """The content-length line, with the empty line behind it, by length; the short ones are made once."""
+
+    __slots__ = ()
+
+    def __missing__(self, length: int) -> bytes:
+        line = b"content-length: %d\r\n\r\n" % length
+        if length < 4096:
+            self[length] = line
+        return line
+
+
+LENGTH_LINES: Final = _LengthLines()

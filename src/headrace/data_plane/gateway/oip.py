@@ -98,7 +98,6 @@ class Codec:
         """
         self._model_name = model_name
         self._signature = signature
-        self._nonfinite: NonFinitePolicy = nonfinite
         self._depth_max = depth_max
         checker = compile_contract(signature, contract)
         rules = {} if checker is None else checker.rules
@@ -110,7 +109,7 @@ class Codec:
         self._all_json = tuple(RequestedOutput(index, False) for index in range(len(signature.outputs)))
         self._all_binary = tuple(RequestedOutput(index, True) for index in range(len(signature.outputs)))
         self._head = encode_json({"model_name": model_name, "model_version": version})[:-1]
-        self._output_plans = tuple(map(OutputPlan, signature.outputs))
+        self._output_plans = tuple(OutputPlan(spec, nonfinite) for spec in signature.outputs)
 
     # ---------------------------------------------------------------------------------------------- requests
 
@@ -300,13 +299,13 @@ class Codec:
                 tensor = tensor_bytes(plan, array)
                 if len(tensor):
                     tensors.append(tensor)
-                content = b',"parameters":{"binary_data_size":%d}}' % len(tensor)
+                content = b',"parameters":{"binary_data_size":%d}' % len(tensor)
                 parts += (separator, plan.head, encode_json(array.shape), content)
             else:
-                data = write_data(plan, array, self._nonfinite)
-                parts += (separator, plan.head, encode_json(array.shape), b',"data":', data, b"}")
-            separator = b","
-        parts.append(b"]}" if request.outputs else b',"outputs":[]}')
+                data = write_data(plan, array)
+                parts += (separator, plan.head, encode_json(array.shape), b',"data":', data)
+            separator = b"},"  # it closes the entry before it
+        parts.append(b"}]}" if request.outputs else b',"outputs":[]}')
         return Encoded(b"".join(parts), tensors, is_binary)
 
 

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -32,8 +32,6 @@ _BYTE_AT: Final = re.compile(r"\(byte (\d+)\)")
 _NONFINITE_LITERAL: Final = re.compile(rb"-?(NaN|Infinity)")
 
 _decode_any: Final = msgspec.json.Decoder().decode
-
-Json = TypeVar("Json", dict[str, Any], list[Any], str)
 
 
 def check_depth(text: bytes, depth_max: int) -> None:
@@ -73,48 +71,59 @@ def read_message(text: bytes, plans: Mapping[str, InputPlan], model_name: str) -
         InvalidInput: A tensor does not agree with the signature or the contract.
         BadRequest: A parameter is wrong.
     """
-    message = _require(dict, _parse(text), "the body", "a JSON object with inputs")
-    identifier, items, outputs = map(message.get, ("id", "inputs", "outputs"))
-    if identifier is not None:
-        _require(str, identifier, "id", "a string")
-    items = [] if items is None else _require(list, items, "inputs", "an array of objects")
-    if outputs is not None:
-        _require(list, outputs, "outputs", "an array of objects")
+    message = _parse(text)
+    if type(message) is not dict:
+        raise _form_error("the body", message, "a JSON object with inputs")
+    identifier = message.get("id")
+    if identifier is not None and type(identifier) is not str:
+        raise _form_error("id", identifier, "a string")
+    items = message.get("inputs")
+    if items is None:
+        items = []
+    if type(items) is not list:
+        raise _form_error("inputs", items, "an array of objects")
+    outputs = message.get("outputs")
+    if outputs is not None and type(outputs) is not list:
+        raise _form_error("outputs", outputs, "an array of objects")
     return Message(
-        [_read_input(f"inputs[{position}]", item, plans, model_name) for position, item in enumerate(items)],
+        [_read_input(position, item, plans, model_name) for position, item in enumerate(items)],
         identifier,
         read_parameters("the request", message.get("parameters")),
-        None
-        if outputs is None
-        else [_read_output(f"outputs[{position}]", item) for position, item in enumerate(outputs)],
+        None if outputs is None else [_read_output(position, item) for position, item in enumerate(outputs)],
     )
 
 
-def _require(kind: type[Json], value: object, what: str, expected: str) -> Json:
-    if not isinstance(value, kind):
-        raise MalformedJson(f"{what} is {describe(value)}; expected {expected}")
-    return value
+def _form_error(what: str, value: object, expected: str) -> MalformedJson:
+    return MalformedJson(f"{what} is {describe(value)}; expected {expected}")
 
 
-def _read_output(where: str, item: object) -> Output:
-    item = _require(dict, item, where, "an object")
-    name = _require(str, item.get("name"), f"{where}.name", "a string")
-    return Output(name, read_parameters(where, item.get("parameters")))
+def _named_object(items: str, position: int, item: object) -> tuple[dict[str, Any], str]:
+    """An entry of inputs or outputs, and its name."""
+    if type(item) is not dict:
+        raise _form_error(f"{items}[{position}]", item, "an object")
+    name = item.get("name")
+    if type(name) is not str:
+        raise _form_error(f"{items}[{position}].name", name, "a string")
+    return item, name
 
 
-def _read_input(where: str, item: object, plans: Mapping[str, InputPlan], model_name: str) -> Input:
-    item = _require(dict, item, where, "an object")
-    name = _require(str, item.get("name"), f"{where}.name", "a string")
+def _read_output(position: int, item: object) -> Output:
+    fields, name = _named_object("outputs", position, item)
+    return Output(name, read_parameters(f"outputs[{position}]", fields.get("parameters")))
+
+
+def _read_input(position: int, item: object, plans: Mapping[str, InputPlan], model_name: str) -> Input:
+    fields, name = _named_object("inputs", position, item)
     plan = plans.get(name)
     if plan is None:
         raise unknown_name("input", name, list(plans), model_name)
-    datatype = item.get("datatype")
+    datatype = fields.get("datatype")
     if datatype != plan.spec.datatype.wire:
         got = quote(datatype) if type(datatype) is str else describe(datatype)
         raise plan.error("datatype", f": expected datatype {plan.spec.datatype.wire}, got {got}")
-    shape = _read_shape(plan, item.get("shape"))
-    parameters = read_parameters(f"input {name!r}", item.get("parameters"))
-    data = item.get("data")
+    shape = _read_shape(plan, fields.get("shape"))
+    parameters = read_parameters(f"input {name!r}", fields.get("parameters"))
+    data = fields.get("data")
     if data is not None:
         data = read_data(plan, shape, data)
     return Input(plan, shape, data, parameters)

@@ -18,7 +18,6 @@ from headrace.data_plane.gateway.oip_binary import byte_strings
 from headrace.data_plane.gateway.oip_plans import InputPlan, OutputPlan
 from headrace.data_plane.validate import quote
 from headrace.errors import BadRequest, InvalidInput, NonFiniteOutput
-from headrace.snapshot import NonFinitePolicy
 from headrace.tensors import Array, Datatype, element_count
 
 __all__ = ["OutOfRange", "describe", "encode_json", "pack", "read_data", "write_data"]
@@ -172,7 +171,7 @@ def _range_error(plan: InputPlan, data: list[Any]) -> InvalidInput:
 # ---------------------------------------------------------------------------------------------- arrays to leaves
 
 
-def write_data(plan: OutputPlan, array: Array, nonfinite: NonFinitePolicy) -> bytes:
+def write_data(plan: OutputPlan, array: Array) -> bytes:
     """The flat JSON array of an output's elements.
 
     Raises:
@@ -184,8 +183,8 @@ def write_data(plan: OutputPlan, array: Array, nonfinite: NonFinitePolicy) -> by
         leaves = _texts(plan, leaves)
     data = encode_json(leaves)
     # msgspec writes null for NaN and infinity, and no number has an n in it: cheaper than isfinite.
-    if plan.is_float and b"n" in data and nonfinite != "null":
-        return _nonfinite_data(plan, array.shape, leaves, data, nonfinite)
+    if plan.is_float and b"n" in data and plan.nonfinite != "null":
+        return _nonfinite_data(plan, array.shape, leaves, data)
     return data
 
 
@@ -200,11 +199,9 @@ def _texts(plan: OutputPlan, leaves: list[Any]) -> list[str]:
         ) from None
 
 
-def _nonfinite_data(
-    plan: OutputPlan, shape: tuple[int, ...], leaves: list[float], data: bytes, nonfinite: NonFinitePolicy
-) -> bytes:
+def _nonfinite_data(plan: OutputPlan, shape: tuple[int, ...], leaves: list[float], data: bytes) -> bytes:
     """Refuse NaN and infinity, which are null in `data`, or write them as literals."""
-    if nonfinite == "error":
+    if plan.nonfinite == "error":
         at = next(at for at, leaf in enumerate(leaves) if not math.isfinite(leaf))
         raise NonFiniteOutput(
             f"output {plan.spec.name!r} holds {leaves[at]} at element "

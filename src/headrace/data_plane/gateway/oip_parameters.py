@@ -48,7 +48,8 @@ def binary_bytes(item: Input, parameters: dict[str, Scalar]) -> int | None:
     """The `binary_data_size` of an input with parameters; None when its data are in the JSON."""
     plan = item.plan
     _refuse_reserved(parameters)
-    _refuse_shared_memory(f"input {plan.name!r}", parameters, "send data or binary_data_size instead")
+    if "shared_memory_region" in parameters:
+        raise _no_shared_memory(f"input {plan.name!r}", "send data or binary_data_size")
     size = parameters.get("binary_data_size")
     if size is None:
         return None
@@ -67,7 +68,8 @@ def is_output_binary(name: str, parameters: dict[str, Scalar], is_binary_default
             f"output {name!r} asks for classification, which this server does not offer yet; leave the parameter out "
             "and take the largest values of the plain tensor"
         )
-    _refuse_shared_memory(f"output {name!r}", parameters, "ask for binary_data instead")
+    if "shared_memory_region" in parameters:
+        raise _no_shared_memory(f"output {name!r}", "ask for binary_data")
     is_binary = parameters.get("binary_data", is_binary_default)
     if type(is_binary) is not bool:
         raise BadRequest(f"parameter 'binary_data' of output {name!r} is {describe(is_binary)}; expected true or false")
@@ -80,6 +82,5 @@ def _refuse_reserved(parameters: dict[str, Scalar]) -> None:
             raise BadRequest(f"parameter {quote(key)} is reserved; expected a name that does not start with triton_")
 
 
-def _refuse_shared_memory(whose: str, parameters: dict[str, Scalar], instead: str) -> None:
-    if "shared_memory_region" in parameters:
-        raise NotImplementedYet(f"{whose} asks for shared memory, which this server does not offer; {instead}")
+def _no_shared_memory(whose: str, instead: str) -> NotImplementedYet:
+    return NotImplementedYet(f"{whose} asks for shared memory, which this server does not offer; {instead} instead")

@@ -11,6 +11,7 @@ import msgspec
 
 from headrace.data_plane.validate import InputRules
 from headrace.errors import InvalidInput
+from headrace.snapshot import NonFinitePolicy
 from headrace.tensors import Datatype, TensorSpec, element_count
 
 __all__ = ["INT64_MAX", "Input", "InputPlan", "Message", "Output", "OutputPlan", "Parameters", "typed_decoder"]
@@ -57,10 +58,11 @@ class InputPlan:
 class OutputPlan:
     """One output, compiled: its reply entry up to the shape, and what decides the form of its data."""
 
-    __slots__ = ("head", "is_bytes", "is_float", "spec")
+    __slots__ = ("head", "is_bytes", "is_float", "nonfinite", "spec")
 
-    def __init__(self, spec: TensorSpec) -> None:
+    def __init__(self, spec: TensorSpec, nonfinite: NonFinitePolicy) -> None:
         self.spec = spec
+        self.nonfinite: NonFinitePolicy = nonfinite
         self.head = msgspec.json.encode({"name": spec.name, "datatype": spec.datatype.wire})[:-1] + b',"shape":'
         self.is_bytes = spec.datatype is Datatype.BYTES
         self.is_float = spec.datatype.kind == "f"
