@@ -123,7 +123,7 @@ class Pipeline:
         """A batch has come back: answer every ticket whose last piece it held."""
         now_s = self._clock.now_s()
         self._statistics.batch_executed(batch)
-        to_commit: list[Ticket] = []
+        complete: list[Ticket] = []
         for piece in batch.pieces:
             ticket = piece.ticket
             if ticket.ending is not None:
@@ -142,24 +142,31 @@ class Pipeline:
             ticket.parts.append((piece.first_row, piece.outputs))
             if ticket.pieces == 0:
                 ticket.outputs = _assemble(ticket.parts)
-                if self._respond(ticket):
-                    to_commit.append(ticket)
-        if to_commit:
-            self._commit_then_send(to_commit)
+                complete.append(ticket)
+        self._respond(complete)
 
-    def _respond(self, ticket: Ticket) -> bool:
-        """Encode and send; True when the answer has to wait for its record to be on disk."""
-        ticket.stage = "respond"
-        try:
-            ticket.call.encode(ticket)
-        except HeadraceError as error:
-            self.refuse(ticket, error)
-            return False
-        assert ticket.endpoint is not None
-        if ticket.endpoint.spec.records.durability == "strict":
-            return True
-        self.finish(ticket, Ending.ANSWERED if ticket.call.send() else Ending.ABANDONED)
-        return False
+    def _respond(self, complete: list[Ticket]) -> None:
+        """Encode every answer, then send them back to back: the first wakes the callers' side, the others find it
+        awake, and what they ask next arrives together."""
+        encoded: list[Ticket] = []
+        for ticket in complete:
+            ticket.stage = "respond"
+            try:
+                ticket.call.encode(ticket)
+            except HeadraceError as error:
+                self.refuse(ticket, error)
+                continue
+            encoded.append(ticket)
+        if not encoded:
+            return
+        endpoint = encoded[0].endpoint
+        assert endpoint is not None
+        if endpoint.spec.records.durability == "strict":
+            self._commit_then_send(encoded)
+            return
+        sent = [ticket.call.send() for ticket in encoded]
+        for ticket, is_sent in zip(encoded, sent, strict=True):
+            self.finish(ticket, Ending.ANSWERED if is_sent else Ending.ABANDONED)
 
     def _commit_then_send(self, tickets: list[Ticket]) -> None:
         """Strict durability: one write and one sync for all of them, then the answers; a send that fails after the

@@ -114,9 +114,11 @@ class Connection(asyncio.Protocol):
         elif len(data) > SLICE_BYTES:
             self._backlog = memoryview(data)
         else:
-            self._feed(data)
-            parsed, pipeline = self._parsed, self._pipeline
-            if (
+            reader, parsed, pipeline = self._reader, self._parsed, self._pipeline
+            error = reader.feed(data)
+            if error is not None or reader.stage != IDLE or reader.is_done:
+                self._after_feed(error)
+            elif (
                 len(parsed) == 1
                 and not pipeline
                 and parsed[0].special is None
