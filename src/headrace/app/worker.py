@@ -183,9 +183,6 @@ class Worker:
 
     async def _reconcile(self, snapshot: Snapshot) -> None:
         await self._plane.reconcile(snapshot)
-        if self._plane.is_ready and self._state == "starting":
-            self._state = "ready"
-            self._started_s = time.time() - process_start_unix_s()
         if not self._plane.is_ready and self._plane.cannot_serve():
             self._exit_code = EXIT_NOTHING_TO_SERVE
             self._write_report()
@@ -194,6 +191,10 @@ class Worker:
 
     def _plane_changed(self) -> None:
         self._router.endpoints_changed()
+        # Before the report is written: nobody shall read that all models are warm and the worker is not ready.
+        if self._plane.is_ready and self._state == "starting":
+            self._state = "ready"
+            self._started_s = time.time() - process_start_unix_s()
         self._write_report()
 
     def _accept_or_leave_it(self) -> None:

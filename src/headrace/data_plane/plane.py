@@ -106,9 +106,8 @@ class Plane:
                 if not self._is_current(endpoint, version):
                     await self._load(endpoint, version)
         self.warm_snapshot_id = "" if self.not_ready() else snapshot.id
-        self.is_ready = self.is_ready or not self.not_ready()
         _tidy_memory()
-        self._changed()
+        self._tell()
 
     def _carry_over(self, spec: EndpointSpec, old: Endpoint | None) -> Endpoint:
         """The endpoint of a new snapshot, with every replica of the old one that can still serve."""
@@ -136,7 +135,7 @@ class Plane:
         except LoadError as error:
             endpoint.problems[version.version] = error.message
             log("error", "model not loaded", endpoint=endpoint.name, version=version.version, reason=error.message)
-            self._changed()
+            self._tell()
             return
         lane = self.inline_lane if is_cheap(model.trial) else self.thread_lane
         replica = Replica(endpoint.spec, version, model, lane, self._json_depth_max)
@@ -149,6 +148,11 @@ class Plane:
             assert retired is not None
             if retired not in endpoint.replicas.values():
                 self._drain(retired)
+        self._tell()
+
+    def _tell(self) -> None:
+        # Readiness latches: a later failure shows in that model's own readiness, not in the worker's.
+        self.is_ready = self.is_ready or not self.not_ready()
         self._changed()
 
     async def _load_in_background(self, spec: EndpointSpec, version: VersionSpec) -> LoadedModel:
