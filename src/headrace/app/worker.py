@@ -316,6 +316,8 @@ class Worker:
         # What is still open now ends as abandoned: its connection closes.
         self._front.close_idle()
         self._front.abort_all()
+        self._listener.abort()
+        self._front.close()
         # Then the records, because they tell about everything above; then the models; then the counters.
         self._pipeline.close()
         await self._sink.close()

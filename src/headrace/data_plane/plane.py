@@ -152,7 +152,8 @@ class Plane:
 
     def _tell(self) -> None:
         # Readiness latches: a later failure shows in that model's own readiness, not in the worker's.
-        self.is_ready = self.is_ready or not self.not_ready()
+        # With nothing to serve a worker is not ready.
+        self.is_ready = self.is_ready or (bool(self.endpoints) and not self.not_ready())
         self._changed()
 
     async def _load_in_background(self, spec: EndpointSpec, version: VersionSpec) -> LoadedModel:

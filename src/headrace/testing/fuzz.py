@@ -135,6 +135,7 @@ class _Handler:
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
+        self.headers: list[dict[bytes, bytes]] = []
         self.refusals: list[str] = []
         self.waiting: list[tuple[int, Exchange]] = []
         self.open = 0
@@ -144,6 +145,7 @@ class _Handler:
     def handle(self, exchange: Exchange) -> None:
         number = len(self.requests)
         self.requests.append((exchange.method, exchange.target, exchange.body))
+        self.headers.append(exchange.headers)
         self.open += 1
         self.open_most = max(self.open, self.open_most)
         if number % 3 == 0:
@@ -166,6 +168,7 @@ class _Handler:
 @dataclass(slots=True)
 class _Outcome:
     requests: list[Request]
+    headers: list[dict[bytes, bytes]]
     refusals: list[str]
     answers: bytes  # without the refusal that ended the connection, whose wording may depend on the reads
     is_closed: bool
@@ -204,7 +207,7 @@ def _execute(reads: Sequence[bytes], clock: ManualClock) -> _Outcome:
     assert front.connections == 0, "the connection was not forgotten"
     output = b"".join(transport.written).replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
     answers_end = _check_answers(output, handler)
-    return _Outcome(handler.requests, handler.refusals, output[:answers_end], is_closed)
+    return _Outcome(handler.requests, handler.headers, handler.refusals, output[:answers_end], is_closed)
 
 
 def _check_answers(output: bytes, handler: _Handler) -> int:
@@ -344,12 +347,14 @@ def _check_input(dice: random.Random, clock: ManualClock, report: Report) -> Non
                     break
             assert whole.requests == wanted, f"{whole.requests} from {wanted}"
             assert not whole.refusals, "a valid stream was refused"
+            assert not any(b"t" in headers for headers in whole.headers), "a trailer passed for a header"
         # Smuggling: no request without a request line of its own.
         assert len(whole.requests) <= stream.count(b" HTTP/1."), "more requests than request lines"
         reads = _cut(stream, dice)
         pieces = _execute(reads, clock)
         report.executions += 1
         assert pieces.requests == whole.requests, f"{pieces.requests} from pieces, {whole.requests} from the whole"
+        assert pieces.headers == whole.headers, f"{pieces.headers} from pieces, {whole.headers} from the whole"
         if pieces.refusals != whole.refusals:
             # Which of two faults is met first, an endless header or a bad byte behind it, depends on the reads.
             assert len(stream) > _SETTINGS.header_bytes_max, f"{pieces.refusals} for {whole.refusals}"

@@ -24,6 +24,7 @@ from headrace.testing.sleep_runtime import SleepArtefact, write_artefact
 
 START_S_MAX = 30.0
 STOP_S_MAX = 45.0
+LOG_CHARACTERS_MAX = 4000
 
 CLOSED = 0
 """Status of a reply that never came because the connection was refused or closed."""
@@ -49,6 +50,7 @@ class ServerProcess:
         flags: Further flags of `headrace serve`.
         environment: Added to this process's own.
         wait: For readiness; False returns as soon as the child was started.
+        prefix: Command that runs it, for example `setpriv` with its flags.
 
     Attributes:
         http_port, admin_port: Where it listens.
@@ -63,6 +65,7 @@ class ServerProcess:
         *flags: str,
         environment: dict[str, str] | None = None,
         wait: bool = True,
+        prefix: Sequence[str] = (),
     ) -> None:
         self.http_port, self.admin_port = free_port(), free_port()
         self.home = home
@@ -71,7 +74,7 @@ class ServerProcess:
         self._log = home.with_name(f"{home.name}.log")
         self._callers: list[Caller] = []
         self._command = [
-            sys.executable, "-m", "headrace.cli.main", "serve", str(source),
+            *prefix, sys.executable, "-m", "headrace.cli.main", "serve", str(source),
             "--http-port", str(self.http_port), "--admin-port", str(self.admin_port), "--home", str(home), *flags,
         ]  # fmt: skip
         self._environment = {**os.environ, **(environment or {})}
@@ -114,7 +117,7 @@ class ServerProcess:
             if status == 200:
                 return
             time.sleep(0.02)
-        raise RuntimeError(f"the server was not ready within {seconds} s:\n{self._log.read_text()}")
+        raise RuntimeError(f"the server was not ready within {seconds} s:\n{self.log()[-LOG_CHARACTERS_MAX:]}")
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Stop the child and return its exit code; what does not stop in time is killed. Its callers hang up."""

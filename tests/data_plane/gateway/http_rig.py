@@ -132,7 +132,7 @@ class Rig:
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for something that the other end of a socket brings about."""
     async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 — the other end is a kernel, which sets no event
+        while not condition():
             await asyncio.sleep(0.001)
 
 

@@ -1,6 +1,7 @@
 """The HTTP front, one test per rule, over real sockets under uvloop."""
 
 import asyncio
+import gc
 import gzip
 import itertools
 import socket
@@ -15,6 +16,7 @@ from http_rig import GET, JSON, post, serving, until
 
 from headrace.data_plane.gateway.http import error_reply
 from headrace.data_plane.gateway.http_compression import chosen_coding
+from headrace.data_plane.gateway.http_connection import Connection
 from headrace.errors import BadRequest, QueueFull, UnsupportedEncoding
 from headrace.testing.fuzz import run
 
@@ -121,13 +123,27 @@ async def test_an_answer_without_content_has_no_length():
 async def test_a_body_in_parts_is_measured_in_bytes():
     """A memoryview of floats counts its bytes, not its items, in a small and in a large answer. P1"""
     async with serving() as rig:
-        for count in (3, 30_000):
+        for count in (0, 3, 30_000):
             floats = memoryview(bytearray(8 * count)).cast("d")
             rig.handler.reply = lambda exchange, floats=floats: (200, b"", [b"head", floats])
             client = await rig.connect()
             response = await client.ask(GET)
 
             assert response.body == b"head" + bytes(8 * count)
+
+
+async def test_an_answer_that_cannot_be_written_costs_its_caller_a_500():
+    """A strided view is refused before it is taken, so that no later answer slips into its place. F6"""
+    async with serving() as rig:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        views = iter([memoryview(bytes(8))[::2], b"good"])
+        rig.handler.reply = lambda exchange: (200, b"", [next(views)])
+        client = await rig.connect()
+        client.send(GET * 2)
+        first, second = await client.receive(), await client.receive()
+
+        assert_is_error(first, 500, "internal")
+        assert second.body == b"good"
 
 
 async def test_a_second_answer_is_a_programming_error():
@@ -669,6 +685,26 @@ async def test_a_caller_who_leaves_cancels_its_unanswered_requests(is_half):
 
         assert rig.handler.abandoned == [rig.handler.exchanges[0], rig.handler.exchanges[2]]
         assert rig.handler.answer(rig.handler.exchanges[0]) is False
+
+
+async def test_a_closed_connection_leaves_nothing_to_the_garbage_collector():
+    """Connection, reader and parser let go of one another, however the connection ends. F6"""
+    async with serving() as rig:
+        gc.collect()
+        gc.disable()
+        try:
+            for data in (GET, post(b"abc")[:-1], b"nonsense\r\n\r\n", GET.replace(b"1.1", b"1.0")):
+                client = await rig.connect()
+                client.send(data)
+                await asyncio.sleep(0.01)
+                await client.close()
+            await until(lambda: rig.front.connections == 0)
+            rig.handler.exchanges.clear()
+            await asyncio.sleep(0.01)
+
+            assert not [thing for thing in gc.get_objects() if isinstance(thing, Connection)]
+        finally:
+            gc.enable()
 
 
 async def test_one_failing_cancellation_does_not_keep_the_others_from_theirs():

@@ -171,10 +171,10 @@ class Connection(asyncio.Protocol):
             body = exchange.reply_body
             only = body[0] if len(body) == 1 else None
             if type(only) is bytes and len(only) <= _JOINED_BYTES_MAX:
-                del pipeline[0]
-                exchange.connection = None
                 lines = (self.front.status_lines[200], exchange.reply_head, LENGTH_LINES[len(only)], only)
                 answer = b"".join(lines)
+                del pipeline[0]
+                exchange.connection = None
                 self._bytes_written += len(answer)
                 self._since_s = self.front.now_s()
                 self._transport.write(answer)
@@ -282,7 +282,11 @@ class Connection(asyncio.Protocol):
             if front.is_retiring and persistence < CLOSES and self._is_last():
                 # The caller may have more under way, which it will send elsewhere: read it off, then close.
                 persistence = REFUSES
-            self._render(exchange, persistence, chunks)
+            try:
+                self._render(exchange, persistence, chunks)
+            except Exception:
+                self.abort()  # the next answer must not take the place of one that cannot be written
+                raise
             if persistence > KEEPS_10:
                 break
         if self._is_closed or not chunks:
@@ -320,11 +324,7 @@ class Connection(asyncio.Protocol):
             chunks.append(b"".join((lines, head, LENGTH_LINES[len(only)], only)))
         else:
             chunks.append(lines + head + LENGTH_LINES[body_bytes(body)])
-            for part in body:
-                if type(part) is bytes:
-                    chunks.append(part)
-                elif memoryview(part).nbytes:  # an empty view cannot be cast
-                    chunks.append(memoryview(part).cast("B"))  # uvloop and `len` want bytes, not items
+            chunks.extend(body)
 
     def _is_last(self) -> bool:
         """Nothing of a further request has been seen on this connection."""

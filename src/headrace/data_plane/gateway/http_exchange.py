@@ -11,7 +11,7 @@ from headrace.errors import HeadraceError, ServerError
 if TYPE_CHECKING:
     from headrace.data_plane.gateway.http_connection import Connection
 
-__all__ = ["CLOSES", "KEEPS", "KEEPS_10", "REFUSES", "Exchange", "Part"]
+__all__ = ["CLOSES", "KEEPS", "KEEPS_10", "REFUSES", "Exchange", "Part", "body_bytes"]
 
 Part = bytes | memoryview
 
@@ -121,9 +121,12 @@ class Exchange:
 
         Raises:
             RuntimeError: The request was answered before.
+            TypeError: A part is no contiguous buffer; the request is still unanswered.
         """
         if self._is_sent:
             raise RuntimeError(f"a second answer ({status}) to one request; each request has exactly one")
+        if len(body) != 1 or type(body[0]) is not bytes:
+            body = as_bytes(body)
         self._is_sent = True
         self.on_abandoned = None  # Also lets go of whatever the callback holds.
         connection = self.connection
@@ -178,9 +181,15 @@ class Exchange:
         connection.answer_ready(self)
 
 
+def as_bytes(parts: Sequence[Part]) -> list[Part]:
+    """The parts as bytes or views of bytes, whose `len` is their size; empty ones, which cannot be cast, left out."""
+    return [
+        part if type(part) is bytes else memoryview(part).cast("B")
+        for part in parts
+        if (len(part) if type(part) is bytes else memoryview(part).nbytes)
+    ]
+
+
 def body_bytes(parts: Sequence[Part]) -> int:
     """Length of a body in bytes."""
-    length = 0
-    for part in parts:
-        length += len(part) if type(part) is bytes else memoryview(part).nbytes
-    return length
+    return sum(map(len, parts))

@@ -108,7 +108,7 @@ class RequestReader:
     )
 
     def __init__(self, connection: "Connection", settings: Settings, clock: Clock, completed: deque[Exchange]) -> None:
-        self._connection = connection
+        self._connection: Connection | None = connection
         self._header_bytes_max = settings.header_bytes_max
         self._body_bytes_max = settings.body_bytes_max
         self._now_s = clock.now_s
@@ -136,6 +136,7 @@ class RequestReader:
         self.stage = IDLE
         self.is_continue_due = False
         self._body = b""
+        self._connection = None
         self._parser = None
 
     def feed(self, data: bytes | memoryview) -> HeadraceError | None:

@@ -248,4 +248,6 @@ def _only_ready(body: bytes) -> bool:
 
 
 def _send_json(exchange: Exchange, status: int, value: Any, head: bytes = JSON_HEAD) -> None:
+    # tritonclient's aio variant asks for compression on every request but undoes it only for inference results.
+    exchange.may_compress = False
     exchange.send(status, head, (msgspec.json.encode(value),))
