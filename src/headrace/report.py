@@ -17,7 +17,7 @@ class ReplicaReport(msgspec.Struct, frozen=True):
 
     Attributes:
         state: Where in its life it is.
-        problem: Why it failed; empty otherwise.
+        problem: Why it failed, or why its changed artefact could not take its place; empty otherwise.
         facts: From the runtime: provider, threads, versions.
         is_default: Serves requests that name no version.
         is_inline: Runs on the event loop (cheaper than a thread's round trip), otherwise on the executor thread.
@@ -66,7 +66,7 @@ class WorkerReport(msgspec.Struct, frozen=True):
         number: 1, 2, …; stays the same over restarts.
         pid: Process id.
         state: `ready` latches once every endpoint of the first snapshot has a warm default replica.
-        snapshot_id: The last snapshot that is fully warm here; empty before.
+        snapshot_id: The last snapshot of which every endpoint was warm here; empty before.
         started_s: Seconds from process start to ready; 0 before.
         is_recording: False while records cannot be written.
         replicas: Every replica, loaded or failed.

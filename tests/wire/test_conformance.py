@@ -220,6 +220,7 @@ def test_statistics_count_rows_batches_and_requests_over_all_workers(server: Ser
 
     before = look()
     server.infer("identity_fp64", [tensor([1.5] * 24, [8, 3], "FP64")])
+    time.sleep(0.1)  # counters are gathered for 10 ms before they are published
     after = look()
 
     assert (8, 1, 1) == tuple(new - old for new, old in zip(after, before, strict=True))

@@ -173,7 +173,7 @@ class Worker:
     def _read_snapshot(self, desired: str) -> Snapshot | None:
         """The desired snapshot; when it cannot be read, the last good one (static stability)."""
         for snapshot_id in (desired, self._home.last_good_id()):
-            if snapshot_id is None or snapshot_id == self._plane.warm_snapshot_id:
+            if snapshot_id is None or snapshot_id == self._pipeline.snapshot_id:
                 continue
             try:
                 return self._home.read_snapshot(snapshot_id)

@@ -38,6 +38,9 @@ from headrace.telemetry.slots import Ledger
 from headrace.tensors import Array
 from headrace.types import Ending
 
+FLUSH_S = 0.01
+"""How long records and metrics of ended requests are gathered before they are handed on together."""
+
 
 class Pipeline:
     """The request path of one worker.
@@ -249,16 +252,17 @@ class Pipeline:
         self._flush_soon()
 
     def _flush_soon(self) -> None:
-        # Once per loop turn, for all requests that ended in it.
         if not self._is_flush_due:
             self._is_flush_due = True
-            self._loop.call_soon(self._flush)
+            self._loop.call_later(FLUSH_S, self.flush)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Write and fold what has ended since the last time."""
         self._is_flush_due = False
         ended, self._ended = self._ended, []
         unwritten, self._unwritten = self._unwritten, []
+        if not ended and not unwritten:
+            return
         if unwritten:
             self._sink.write(unwritten)
         self._fold.fold(ended)
@@ -266,7 +270,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Hand over what is still held; before the sink closes."""
-        self._flush()
+        self.flush()
 
     def _record(self, ticket: Ticket, ending: Ending) -> Record:
         return make_record(ticket, ending, self._clock, self.snapshot_id, self._worker)

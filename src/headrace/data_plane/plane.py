@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from headrace.clock import Clock
 from headrace.data_plane.batch import InlineExecutor, Lane, ThreadExecutor
 from headrace.data_plane.pipeline import Pipeline
@@ -105,7 +107,8 @@ class Plane:
             for version in sorted(endpoint.spec.versions, key=lambda v: v.version != endpoint.spec.default_version):
                 if not self._is_current(endpoint, version):
                     await self._load(endpoint, version)
-        self.warm_snapshot_id = "" if self.not_ready() else snapshot.id
+        if self._is_warm():
+            self.warm_snapshot_id = snapshot.id
         _tidy_memory()
         self._tell()
 
@@ -122,6 +125,15 @@ class Plane:
     def _is_current(self, endpoint: Endpoint, version: VersionSpec) -> bool:
         replica = endpoint.replicas.get(version.version)
         return replica is not None and replica.spec == version and _same_rules(replica.endpoint, endpoint.spec)
+
+    def _is_warm(self) -> bool:
+        """Every endpoint serves its default version as the snapshot describes it; what served before does not count."""
+        return all(
+            self._is_current(endpoint, version)
+            for endpoint in self.endpoints.values()
+            for version in endpoint.spec.versions
+            if version.version == endpoint.spec.default_version
+        )
 
     def _choose_default(self, endpoint: Endpoint) -> None:
         """The desired default once it is there; until then whatever served before."""
@@ -238,10 +250,11 @@ class Plane:
         for endpoint in self.endpoints.values():
             for version in endpoint.versions():
                 replica = endpoint.replicas.get(version)
-                if replica is not None:
-                    reports.append(replica.report(is_default=replica is endpoint.default))
-                    continue
                 problem = endpoint.problems.get(version, "")
+                if replica is not None:
+                    report = replica.report(is_default=replica is endpoint.default)
+                    reports.append(msgspec.structs.replace(report, problem=problem))
+                    continue
                 state = ReplicaState.FAILED if problem else ReplicaState.LOADING
                 reports.append(ReplicaReport(endpoint.name, endpoint.spec.model, version, state, problem))
         return tuple(reports)

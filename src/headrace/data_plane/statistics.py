@@ -79,20 +79,23 @@ class ModelStatistics:
 
     def fold(self, records: Iterable[Record]) -> None:
         """Count requests that have ended and had reached a version."""
+        by_version: defaultdict[tuple[str, str], list[Record]] = defaultdict(list)
         for record in records:
-            if not record.version:
-                continue
-            cells = self._of(record.endpoint, record.version).cells
-            if record.ending != Ending.ANSWERED:
-                cells["fail.count"].add(1)
-                cells["fail.ns"].add(record.total_s * 1e9)
-                continue
-            cells["success.count"].add(1)
-            cells["success.ns"].add(record.total_s * 1e9)
-            cells["queue.count"].add(1)
-            cells["queue.ns"].add(record.queue_s * 1e9)
-            cells["compute_input.ns"].add(record.decode_s * 1e9)
-            cells["compute_output.ns"].add(record.respond_s * 1e9)
+            if record.version:
+                by_version[record.endpoint, record.version].append(record)
+        for key, members in by_version.items():
+            cells = self._of(*key).cells
+            answered = [record for record in members if record.ending == Ending.ANSWERED]
+            if len(answered) < len(members):
+                failed = [record for record in members if record.ending != Ending.ANSWERED]
+                cells["fail.count"].add(len(failed))
+                cells["fail.ns"].add(sum([record.total_s for record in failed]) * 1e9)
+            cells["success.count"].add(len(answered))
+            cells["success.ns"].add(sum([record.total_s for record in answered]) * 1e9)
+            cells["queue.count"].add(len(answered))
+            cells["queue.ns"].add(sum([record.queue_s for record in answered]) * 1e9)
+            cells["compute_input.ns"].add(sum([record.decode_s for record in answered]) * 1e9)
+            cells["compute_output.ns"].add(sum([record.respond_s for record in answered]) * 1e9)
 
 
 def add_up(workers: Iterable[SlotValues], wanted: Mapping[str, Iterable[str]]) -> list[dict[str, Any]]:

@@ -4,10 +4,12 @@
 it is not exposed. Names here are without the prefix `headrace_`.
 """
 
-from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
+
+import numpy as np
 
 from headrace.records import Record
 from headrace.telemetry.slots import Cell, Histogram, SlotWriter
@@ -153,6 +155,22 @@ def _labels(name: str, kind: Kind, values: tuple[str, ...]) -> tuple[tuple[str, 
     return tuple(zip(metric.labels, values, strict=True))
 
 
+class _Distribution:
+    """A histogram as an array over the mapped cells, so that many values are added in a few operations."""
+
+    __slots__ = ("_bounds", "_cells")
+
+    def __init__(self, histogram: Histogram) -> None:
+        self._bounds = np.asarray(histogram.bounds)
+        self._cells = np.frombuffer(histogram.cells, dtype=np.float64)  # type: ignore[call-overload]  # a memoryview
+
+    def add(self, values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
+        """Count finite values."""
+        above = len(self._bounds)
+        self._cells[: above + 1] += np.bincount(np.searchsorted(self._bounds, values), minlength=above + 1)
+        self._cells[above + 1] += values.sum()
+
+
 class _Series:
     """Cells of one version, looked up once."""
 
@@ -162,15 +180,35 @@ class _Series:
         self._meter = meter
         self._names = (endpoint, model, version)
         self.requests: dict[tuple[str, str], Cell] = {}
-        self.request = meter.histogram("request_seconds", *self._names).observe
-        self.batch_rows = meter.histogram("batch_rows", *self._names).observe
-        self.stages = [meter.histogram("stage_seconds", endpoint, stage).cells for stage in STAGES]
+        self.request = _Distribution(meter.histogram("request_seconds", *self._names))
+        self.batch_rows = _Distribution(meter.histogram("batch_rows", *self._names))
+        self.stages = [_Distribution(meter.histogram("stage_seconds", endpoint, stage)) for stage in STAGES]
 
-    def requests_cell(self, ending: str, code: str) -> Cell:
-        cell = self.requests[ending, code] = self._meter.counter("requests_total", *self._names, ending, code)
-        return cell
+    def fold(self, records: Sequence[Record]) -> None:
+        """Count records of this version."""
+        for (ending, code), count in Counter([(record.ending, record.code) for record in records]).items():
+            cell = self.requests.get((ending, code))
+            if cell is None:
+                cell = self.requests[ending, code] = self._meter.counter("requests_total", *self._names, ending, code)
+            cell.add(count)
+        values = np.array(
+            [
+                (
+                    record.total_s, record.decode_s, record.queue_s, record.run_s, record.respond_s, record.batch_rows,
+                    record.ending == "rejected" or record.degraded != "",
+                )
+                for record in records
+            ],
+            dtype=np.float64,
+        ).T  # fmt: skip
+        self.request.add(values[0])
+        for distribution, spent_s in zip(self.stages, values[1:5], strict=True):
+            distribution.add(spent_s[spent_s > 0])
+        self.batch_rows.add(values[5][values[5] > 0])
+        for at in np.flatnonzero(values[6]).tolist():
+            self._count_trouble(records[at])
 
-    def count_trouble(self, record: Record) -> None:
+    def _count_trouble(self, record: Record) -> None:
         """The rarer counters."""
         if record.ending == "rejected":
             self._meter.counter("rejected_total", *self._names, record.code).add()
@@ -184,14 +222,13 @@ class _Series:
 
 
 _SERIES_MAX: Final = 10_000
-_SECONDS_SUM: Final = len(SECONDS_BUCKETS) + 1
 
 
 class RecordFold:
     """Folds records into the metrics whose source is `records`.
 
     A record is folded once, when its request's ending is final; received and endings of the ledger are counted by the
-    pipeline, at the instant they happen. Costs about 2 µs per record.
+    pipeline, at the instant they happen. Costs about 40 µs per call and version, and under 1 µs per record.
 
     Concurrency: the thread that owns the slots.
     """
@@ -202,26 +239,14 @@ class RecordFold:
 
     def fold(self, records: Sequence[Record]) -> None:
         """Count these records."""
-        known = self._series
+        by_version: defaultdict[tuple[str, str, str], list[Record]] = defaultdict(list)
         for record in records:
-            series = known.get((record.endpoint, record.version, record.model))
+            by_version[record.endpoint, record.version, record.model].append(record)
+        for key, members in by_version.items():
+            series = self._series.get(key)
             if series is None:
-                series = self._open(record)
-            cell = series.requests.get((record.ending, record.code))
-            if cell is None:
-                cell = series.requests_cell(record.ending, record.code)
-            cell.add(1.0)
-            series.request(record.total_s)
-            # Histogram.observe by hand: four calls per record would be a quarter of the fold's cost.
-            spent_s = (record.decode_s, record.queue_s, record.run_s, record.respond_s)
-            for cells, stage_s in zip(series.stages, spent_s, strict=True):
-                if stage_s > 0.0:
-                    cells[bisect_left(SECONDS_BUCKETS, stage_s)] += 1.0
-                    cells[_SECONDS_SUM] += stage_s
-            if record.batch_rows:
-                series.batch_rows(record.batch_rows)
-            if record.ending == "rejected" or record.degraded:
-                series.count_trouble(record)
+                series = self._open(members[0])
+            series.fold(members)
 
     def _open(self, record: Record) -> _Series:
         if len(self._series) >= _SERIES_MAX:

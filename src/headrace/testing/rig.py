@@ -202,7 +202,7 @@ class Rig:
         """Return when no request is open and what ended has been folded."""
         while self.admission.tickets_open:  # noqa: ASYNC110  # the admission's own event belongs to the worker
             await asyncio.sleep(0.001)
-        await asyncio.sleep(0)
+        self.pipeline.flush()
 
     def ledger(self, endpoint: str) -> LedgerRow:
         """The conservation row of an endpoint."""

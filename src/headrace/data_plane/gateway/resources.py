@@ -70,10 +70,13 @@ def repository_index(endpoints: Mapping[str, Endpoint], *, only_ready: bool) -> 
     index = []
     for endpoint in endpoints.values():
         for version in endpoint.versions():
+            problem = endpoint.problems.get(version)
             if version in endpoint.replicas:
-                index.append({"name": endpoint.name, "version": version, "state": "READY"})
+                entry = {"name": endpoint.name, "version": version, "state": "READY"}
+                if problem is not None:
+                    entry["reason"] = f"its changed artefact was not loaded, the one before stays in service: {problem}"
+                index.append(entry)
             elif not only_ready:
-                problem = endpoint.problems.get(version)
                 state = "LOADING" if problem is None else "UNAVAILABLE"
                 index.append({"name": endpoint.name, "version": version, "state": state, "reason": problem or ""})
     return index
