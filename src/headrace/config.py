@@ -599,6 +599,8 @@ def _entry_value(key: str, value: object, folder: Path) -> Any:
         # `version: 3` is a number in YAML and a name to us; 1.10 would already have lost its zero.
         if isinstance(value, bool | float) or not isinstance(value, str | int):
             raise ValueError(f"{value!r} is not a version; put it in quotes")
+        if value != "" and not valid_name(str(value).removeprefix("_")):
+            raise ValueError(f"{value!r} is not a version; accepted: letters, digits, - _ . and no /")
         return str(value)
     if key == "name" and isinstance(value, str) and not valid_name(value):
         raise ValueError(f"{value!r} is not a name; accepted: letters, digits, - _ . and no /")

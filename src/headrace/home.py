@@ -84,11 +84,16 @@ class Home:
             return None
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file in one step; a crash leaves the old or the new content."""
+def write_atomically(path: Path, content: bytes, *, is_synced: bool = True) -> None:
+    """Replace a file in one step; a crash of the process leaves the old or the new content.
+
+    Args:
+        is_synced: So does a crash of the machine; costs a wait for the disk.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "wb") as file:
         file.write(content)
         file.flush()
-        os.fsync(file.fileno())
+        if is_synced:
+            os.fsync(file.fileno())
     os.replace(temporary, path)

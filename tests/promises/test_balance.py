@@ -95,3 +95,40 @@ def test_connections_that_are_closed_make_room_for_new_ones_on_the_same_worker(s
     close_all(server, [*callers, *more])
 
     assert min(balanced.values()) >= SHARE_MIN * 24, (shares, balanced)
+
+
+def test_a_worker_that_is_restarted_takes_no_connection_before_it_is_warm(tmp_path: Path) -> None:
+    """X3: while it loads for a second, new connections go to the one that is ready, and none is told 503."""
+    artefact = SleepArtefact(base_s=0.001, load_s=1.0)
+    config = sleep_config(tmp_path / "models", {"m": artefact}, server={"workers": 2}, slo="p99=5s")
+    with ServerProcess(config, tmp_path / "home") as server:
+        victim = server.wait_workers(2)[1]
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: not is_running(victim))
+        statuses = []
+        while len(server.worker_pids()) < 2:
+            caller = server.caller()
+            statuses.append(caller.infer("m").status)
+            caller.close()
+
+    assert {200} == set(statuses)
+    assert len(statuses) > 20
+
+
+def test_a_caller_that_found_the_server_loading_is_sent_to_the_worker_that_became_ready(tmp_path: Path) -> None:
+    """X3: its connection may lie at a worker that still loads; that worker's next answer ends the connection, and the
+    one after it is 200."""
+    artefact = SleepArtefact(base_s=0.001, load_s=0.5)
+    config = sleep_config(tmp_path / "models", {"m": artefact}, server={"workers": 2}, slo="p99=5s")
+    with ServerProcess(config, tmp_path / "home", wait=False) as server:
+        wait_until(lambda: server.caller().infer("m").status == 503)
+        early = [server.caller(f"early-{number}") for number in range(8)]
+        first = [caller.infer("m").status for caller in early]
+        server.wait_ready()
+        last = []
+        for caller in early:
+            wait_until(lambda caller=caller: caller.infer("m").status == 200, 1.0)
+            last.append(caller.infer("m").status)
+
+    assert 503 in first
+    assert [200] * 8 == last

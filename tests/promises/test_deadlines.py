@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from headrace.data_plane.batch_curve import LatencyCurve
-from headrace.drills.load import Outcome, infer_request_bytes, json_infer_body, open_loop, poisson_offsets, run_in_process
+from headrace.drills.load import (
+    Outcome,
+    infer_request_bytes,
+    json_infer_body,
+    open_loop,
+    poisson_offsets,
+    run_in_process,
+)
 from headrace.errors import DeadlineError, DeadlineUnreachable, HeadraceError
 from headrace.records import Record
 from headrace.storage.segments import iter_records
@@ -114,9 +121,7 @@ def test_a_request_that_no_schedule_can_save_is_refused_at_the_door_with_the_rea
     tmp_path: Path, rows: int, allowed_ms: str, reason: str
 ) -> None:
     """S2: 503 with Retry-After at once, saying whether the model is too slow for the deadline or too busy."""
-    config = sleep_config(
-        tmp_path / "models", {"m": SleepArtefact(base_s=0.1)}, server={"workers": 1}, slo="p99=10s"
-    )
+    config = sleep_config(tmp_path / "models", {"m": SleepArtefact(base_s=0.1)}, server={"workers": 1}, slo="p99=10s")
     with ServerProcess(config, tmp_path / "home") as server:
         busy = [server.caller("busy")] if reason.startswith("the model") else []
         for caller in busy:
@@ -134,6 +139,7 @@ def test_a_request_that_no_schedule_can_save_is_refused_at_the_door_with_the_rea
 
 
 BASE_S, PER_ROW_S, DEADLINE_S = 0.02, 0.002, 0.1
+SLO = "p99=100ms"
 
 
 def fluid_goodput(rate: float) -> float:
@@ -150,7 +156,7 @@ def test_at_three_times_the_sustainable_rate_goodput_holds_and_refusals_come_ear
     """F6, S2: in-time answers stay at 0.8 of the fluid optimum, refusals do not make their callers wait beyond the
     deadline, and hardly any run is wasted on an answer that comes too late."""
     artefact = SleepArtefact(base_s=BASE_S, per_row_s=PER_ROW_S)
-    config = sleep_config(tmp_path / "models", {"m": artefact}, server={"workers": 1}, slo=f"p99={DEADLINE_S * 1e3:g}ms")
+    config = sleep_config(tmp_path / "models", {"m": artefact}, server={"workers": 1}, slo=SLO)
     rows = (DEADLINE_S / 2 - BASE_S) / PER_ROW_S
     rate = 3 * rows / (DEADLINE_S / 2)  # three times U2, see scheduler theory 2.2
     with ServerProcess(config, tmp_path / "home") as server:
@@ -167,7 +173,7 @@ def test_at_three_times_the_sustainable_rate_goodput_holds_and_refusals_come_ear
     in_time = [record for record in answered if record.total_s <= record.deadline_s]
     share = len(in_time) / 4.0 / fluid_goodput(rate)
     figures = (
-        f"{rate:.0f}/s offered, {len(in_time) / 4.0:.0f}/s in time of {fluid_goodput(rate):.0f}/s possible ({share:.2f}); "
+        f"{rate:.0f}/s offered, {len(in_time) / 4.0:.0f}/s in time, {share:.2f} of {fluid_goodput(rate):.0f}/s; "
         f"{len(answered) - len(in_time)} of {len(answered)} answers late; refusal p99 {result.refusal_s(0.99):.3f} s; "
         f"client p99 {result.latency_s(0.99):.3f} s; {result.codes}"
     )

@@ -31,6 +31,7 @@ def test_sigterm_finishes_twenty_requests_in_flight_refuses_new_ones_and_writes_
     back, the records on disk say what the callers saw, and the exit code is 0."""
     config = sleep_config(tmp_path / "models", {"m": SLOWED}, server={"workers": 2}, slo="p99=10s")
     with ServerProcess(config, tmp_path / "home") as server:
+        server.wait_workers(2)
         callers = [server.caller(f"early-{number}") for number in range(20)]
         for caller in callers:
             caller.send("m", SECOND)
@@ -64,7 +65,7 @@ def assert_records_say_what_callers_saw(home: Path, replies: list[Reply]) -> Non
 
 
 def test_a_caller_that_keeps_its_connection_is_told_to_close_it(tmp_path: Path) -> None:
-    """F6: the last answer on a kept-alive connection says `connection: close`, so that no later request is lost on it."""
+    """F6: the last answer on a kept-alive connection says `connection: close`, so that none is lost on it later."""
     config = sleep_config(tmp_path / "models", {"m": SLOWED}, server={"workers": 1}, slo="p99=10s")
     with ServerProcess(config, tmp_path / "home") as server:
         caller = server.caller()
@@ -123,10 +124,9 @@ def test_a_run_longer_than_the_drain_limit_is_cut_off_and_its_caller_sees_the_co
 def test_sigterm_under_open_loop_traffic_leaves_no_caller_without_an_end(tmp_path: Path) -> None:
     """F6: with 150 requests a second arriving, each is answered, refused with 503, or sees its connection closed or
     refused once the listener has gone; none hangs, and none fails."""
-    config = sleep_config(
-        tmp_path / "models", {"m": SleepArtefact(base_s=0.02)}, server={"workers": 2}, slo="p99=2s"
-    )
+    config = sleep_config(tmp_path / "models", {"m": SleepArtefact(base_s=0.02)}, server={"workers": 2}, slo="p99=2s")
     with ServerProcess(config, tmp_path / "home") as server:
+        server.wait_workers(2)
         body = json_infer_body("x", np.ones((1, 1), np.float32))
         request = infer_request_bytes("127.0.0.1", server.http_port, "m", body)
         offsets_s = np.arange(450) / 150.0

@@ -1,4 +1,4 @@
-"""What a server takes that has nothing to do: next to no processor time, little memory, and no module it does not use."""
+"""What a server takes that has nothing to do: next to no processor time, little memory, no needless module."""
 
 import subprocess
 import sys

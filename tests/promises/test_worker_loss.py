@@ -62,7 +62,7 @@ class Scrapes:
 def lost(server: ServerProcess) -> int:
     """Requests counted as failed with the code worker_lost."""
     metrics = server.metrics()
-    return int(sum(value for name, value in metrics.items() if 'worker_lost' in name and "_requests_total" in name))
+    return int(sum(value for name, value in metrics.items() if "worker_lost" in name and "_requests_total" in name))
 
 
 def held_by(server: ServerProcess) -> dict[int, int]:
@@ -150,12 +150,9 @@ def test_the_wait_before_a_restart_doubles_when_a_worker_dies_again_and_again(se
         for wait in ("0.1", "0.2", "0.4"):
             victim = next(pid for pid in server.worker_pids() if title(pid) == "headrace: worker 2")
             os.kill(victim, signal.SIGKILL)
-            wait_until(lambda victim=victim: not is_running(victim) and f"restarting in {wait} s" in server.log())
-            wait_until(
-                lambda victim=victim: any(
-                    title(pid) == "headrace: worker 2" and pid != victim for pid in server.worker_pids()
-                )
-            )
+            wait_until(lambda victim=victim: not is_running(victim))
+            wait_until(lambda wait=wait: f"restarting in {wait} s" in server.log())
+            server.wait_workers(2)
 
     assert {200} >= set(traffic.statuses()) - {CLOSED}
     restarts = [value for name, value in server.metrics().items() if name.startswith("headrace_replica_restarts_total")]

@@ -13,6 +13,7 @@ from headrace.home import Home
 from headrace.telemetry.logs import log
 
 RESTART_S: Final = 1.0
+STOP_S_MAX: Final = 5.0
 
 
 class Companion:
@@ -38,7 +39,11 @@ class Companion:
     ) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
-            self._process.wait(5)
+            try:
+                self._process.wait(STOP_S_MAX)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
@@ -55,4 +60,7 @@ class Companion:
             await asyncio.sleep(RESTART_S)
             if self._process is not None and self._process.poll() is not None:
                 log("warning", "control process restarted", exit_code=self._process.returncode)
-                self._start()
+                try:
+                    self._start()
+                except OSError as error:  # no process or descriptor to be had now; there may be in a second
+                    log("error", "control process not started", reason=str(error))

@@ -47,7 +47,7 @@ from headrace.ports import Runtime, RuntimeLoader
 from headrace.report import WorkerReport, WorkerState
 from headrace.snapshot import RuntimeOptions, Snapshot, VersionSpec
 from headrace.storage.segments import SegmentWriter
-from headrace.telemetry.logs import log
+from headrace.telemetry.logs import log, log_unexpected
 from headrace.telemetry.metrics import RecordFold
 from headrace.telemetry.slots import SlotValues, SlotWriter, peek_connections, read_slots
 
@@ -87,9 +87,10 @@ class Worker:
         self._state: WorkerState = "starting"
         self._started_s = 0.0
         self._last_report: WorkerReport | None = None
-        self._tried_id = ""
+        self._unreadable_ids: set[str] = set()
         self._reconciling: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
+        self._is_closing = False
         self._exit_code = 0
         self._gc_started_s = 0.0
 
@@ -120,8 +121,7 @@ class Worker:
         router = self._router = Router(loop, clock, pipeline, self._is_ready, self._read_all_slots)
         self._front = HttpFront(settings, router, clock)
         tls = tls_context(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
-        self._listener = Listener(self._listening, self._front, tls, self._fewest_connections)
-        self._front.connections_changed = lambda: slots.connections.set(self._listener.connections)
+        self._listener = Listener(self._listening, self._front, tls, self._ask_neighbours)
         self._front.connections_changed = self._publish_connections
         self._watch_gc()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -146,15 +146,24 @@ class Worker:
             await asyncio.sleep(TICK_S)
 
     def _tick(self) -> None:
-        self._follow_snapshot()
-        self._front.sweep()
-        self._slots.beat()
-        self._accept_or_leave_it()
-        self._watch_stuck_runs()
-        self._gauges.update(self._plane, self._sink, self._pipeline.snapshot_id)
-        self._write_report()
+        for step in (
+            self._front.sweep,
+            self._slots.beat,
+            self._watch_stuck_runs,
+            self._follow_snapshot,
+            self._accept_or_leave_it,
+            self._update_gauges,
+            self._write_report,
+        ):
+            try:
+                step()
+            except Exception as error:  # out of descriptors, for one: the sweep that gives some back must go on
+                log_unexpected(f"tick: {step.__name__}", error)
         if self._state == "retiring" and not self._front.connections:
             self._stop.set()
+
+    def _update_gauges(self) -> None:
+        self._gauges.update(self._plane, self._sink, self._pipeline.snapshot_id)
 
     def _follow_snapshot(self) -> None:
         """Start to reconcile when another snapshot is desired; one at a time."""
@@ -163,26 +172,31 @@ class Worker:
         if self._stop.is_set():
             return
         desired = self._home.desired_id()
-        if desired is None or desired == self._tried_id:
+        if desired is None or desired == self._pipeline.snapshot_id:
             return
         snapshot = self._read_snapshot(desired)
-        self._tried_id = desired
         if snapshot is not None:
             self._reconciling = asyncio.ensure_future(self._reconcile(snapshot))
 
     def _read_snapshot(self, desired: str) -> Snapshot | None:
-        """The desired snapshot; when it cannot be read, the last good one (static stability)."""
+        """The desired snapshot; while it cannot be read, the last good one (static stability)."""
         for snapshot_id in (desired, self._home.last_good_id()):
             if snapshot_id is None or snapshot_id == self._pipeline.snapshot_id:
                 continue
             try:
                 return self._home.read_snapshot(snapshot_id)
             except (OSError, ValueError, msgspec.MsgspecError) as error:
-                log("error", "snapshot unreadable", snapshot=snapshot_id, reason=str(error))
+                if snapshot_id not in self._unreadable_ids:  # said once, tried again at every tick
+                    self._unreadable_ids.add(snapshot_id)
+                    log("error", "snapshot unreadable", snapshot=snapshot_id, reason=str(error))
         return None
 
     async def _reconcile(self, snapshot: Snapshot) -> None:
-        await self._plane.reconcile(snapshot)
+        try:
+            await self._plane.reconcile(snapshot)
+        except Exception as error:  # nobody awaits this task
+            log_unexpected("reconcile", error)
+        self._unreadable_ids.clear()
         if not self._plane.is_ready and self._plane.cannot_serve():
             self._exit_code = EXIT_NOTHING_TO_SERVE
             self._write_report()
@@ -199,17 +213,29 @@ class Worker:
 
     def _accept_or_leave_it(self) -> None:
         """A worker that is not ready leaves new connections to neighbours that are; if none is, it answers 503."""
+        if self._is_closing:
+            return
         takes = self._plane.is_ready and self._state == "ready"
         self._slots.is_taking.set(float(takes))
-        if takes or (self._state != "retiring" and self._fewest_connections() < 0):
-            self._listener.start()
-        else:
+        leaves = not takes and (self._state == "retiring" or self._fewest_connections() >= 0)
+        if leaves:
             self._listener.stop()
+        else:
+            self._listener.start()
+        if self._state in ("starting", "ready"):
+            # Whoever came while nobody was ready is sent on to them by the answer to its next request.
+            self._front.is_retiring = leaves
 
     def _publish_connections(self) -> None:
         """Neighbours compare this number with theirs before they accept."""
         if self._state != "stopped":  # then the file may be another worker's
             self._slots.connections.set(self._listener.connections)
+
+    def _ask_neighbours(self) -> int:
+        """For the listener, before each connection: some may have become ready since the last tick."""
+        if self._state != "ready":
+            self._accept_or_leave_it()
+        return self._fewest_connections()
 
     def _fewest_connections(self) -> int:
         now_s = self._clock.now_s()
@@ -266,9 +292,10 @@ class Worker:
         )
         if report == self._last_report:
             return
-        self._last_report = report
         try:
-            write_atomically(self._home.report_file(self._number), msgspec.json.encode(report))
+            # Not synced: it dies with the process, and a disk that is slow to sync would hold up every request.
+            write_atomically(self._home.report_file(self._number), msgspec.json.encode(report), is_synced=False)
+            self._last_report = report
             if self._status_fd is not None:
                 os.write(self._status_fd, b"\n")
         except OSError as error:  # a full disk or a dead supervisor must not stop the path
@@ -288,6 +315,8 @@ class Worker:
         self._stop.set()
 
     def _retire(self) -> None:
+        if self._stop.is_set():
+            return  # it is leaving already
         self._state = "retiring"
         self._front.retire()
         self._tick()
@@ -312,6 +341,7 @@ class Worker:
                 log("warning", "requests cut off at shutdown", requests=self._admission.tickets_open)
         await asyncio.sleep(LINGER_S)
         # With the connections that are accepted but not set up: a request on one of them would come after its records.
+        self._is_closing = True
         self._listener.abort()
         # What is still open now ends as abandoned: its connection closes.
         self._front.close_idle()

@@ -53,10 +53,17 @@ class WaitingList:
         learner: The latency curve that the policy decides by.
         rows_max: Largest batch.
         is_batched: Inputs may be concatenated along their first dimension.
+        deadline_s: The policy's objective: time allowed to a request that brings no deadline of its own.
     """
 
     def __init__(
-        self, runtime: Runtime, policy: BatchPolicy, learner: CurveLearner, rows_max: int, is_batched: bool
+        self,
+        runtime: Runtime,
+        policy: BatchPolicy,
+        learner: CurveLearner,
+        rows_max: int,
+        is_batched: bool,
+        deadline_s: float = INFINITY,
     ) -> None:
         self.runtime = runtime
         self.learner = learner
@@ -64,6 +71,7 @@ class WaitingList:
         self.policy = policy
         self.rows_max = rows_max
         self.is_batched = is_batched
+        self.deadline_s = deadline_s
         self.deadlines_s: list[float] = []
         self.rows: list[int] = []
         self.pieces: list[Piece] = []
@@ -84,6 +92,10 @@ class WaitingList:
             self.pieces.insert(at, piece)
         self.rows_waiting += piece.rows
 
+    def rows_due_by(self, time_s: float) -> int:
+        """Rows whose deadline is not after a time."""
+        return self.rows_waiting - sum(self.rows[bisect_right(self.deadlines_s, time_s) :])
+
     def take(self, count: int) -> list[Piece]:
         """Remove and return the first `count` pieces."""
         taken = self.pieces[:count]
@@ -101,6 +113,10 @@ class WaitingList:
                 del self.pieces[at], self.rows[at], self.deadlines_s[at]
             else:
                 at += 1
+
+
+Dropped = tuple[WaitingList, list[Piece], int]
+"""Pieces taken out of a list to be refused, and how many of them, from the front, were hopeless."""
 
 
 class Batch:
@@ -131,18 +147,25 @@ def run_batch(batch: Batch, clock: Clock) -> None:
     """
     batch.started_at_s = clock.now_s()
     pieces = batch.pieces
-    try:
-        _run_together(batch.waiting_list, pieces)
-    except HeadraceError as error:
+    error = _attempt(batch.waiting_list, pieces)
+    if error is not None:
         if len(pieces) == 1:
             pieces[0].error = error
         else:
             for piece in pieces:
-                try:
-                    _run_together(batch.waiting_list, [piece])
-                except HeadraceError as own:
-                    piece.error = own
+                piece.error = _attempt(batch.waiting_list, [piece])
     batch.took_s = clock.now_s() - batch.started_at_s
+
+
+def _attempt(waiting_list: WaitingList, pieces: Sequence[Piece]) -> HeadraceError | None:
+    """Run pieces together; what goes wrong comes back, whatever it is: it ends these pieces, not the executor."""
+    try:
+        _run_together(waiting_list, pieces)
+    except HeadraceError as error:
+        return error
+    except Exception as error:  # a foreign runtime, or memory that has run out
+        return ModelFailed(f"the model raised {type(error).__name__}: {error}")
+    return None
 
 
 def _run_together(waiting_list: WaitingList, pieces: Sequence[Piece]) -> None:
@@ -159,12 +182,9 @@ def _run_together(waiting_list: WaitingList, pieces: Sequence[Piece]) -> None:
             name: np.concatenate([_rows_of(piece.ticket.request.inputs[name], piece) for piece in pieces])  # type: ignore[union-attr]  # a piece exists only for a decoded ticket
             for name in request.inputs
         }
-    try:
-        outputs = waiting_list.runtime.run(inputs, waiting_list.output_names)
-    except HeadraceError:
-        raise
-    except Exception as error:  # whatever a foreign runtime raises ends this batch, not the worker
-        raise ModelFailed(f"the model raised {type(error).__name__}: {error}") from error
+    outputs = waiting_list.runtime.run(inputs, waiting_list.output_names)
+    if len(outputs) != len(waiting_list.output_names):
+        raise ModelFailed(f"the model returned {len(outputs)} outputs instead of {len(waiting_list.output_names)}")
     if not waiting_list.is_batched:
         first.outputs = outputs
         return
@@ -279,6 +299,7 @@ class ThreadExecutor:
                 self._loop.call_soon_threadsafe(self._finished, batch, done)
             except RuntimeError:  # the loop has been closed: the worker is on its way out
                 return
+            del job, batch, done  # or this thread would hold the requests while it waits for the next ones
 
     def close(self) -> None:
         for _ in range(self._width):
@@ -313,6 +334,7 @@ class Lane:
         self._is_decision_due = False
         self._hold: asyncio.TimerHandle | None = None
         self._expiry: asyncio.TimerHandle | None = None
+        self._expiry_at_s = INFINITY
 
     @property
     def pieces_waiting(self) -> int:
@@ -331,7 +353,11 @@ class Lane:
         policy = waiting_list.policy
         policy.arrived(now_s, rows)
         free_at_s = self.executor.free_at_s(now_s)
-        if not policy.admits(now_s, ticket.deadline_at_s, rows, free_at_s, waiting_list.rows_waiting):
+        due_s = now_s + waiting_list.deadline_s
+        # Who is in a hurry goes before the patient, and is not turned away because of them.
+        is_patient = ticket.deadline_at_s > due_s
+        rows_ahead = waiting_list.rows_waiting if is_patient else waiting_list.rows_due_by(due_s)
+        if not policy.admits(now_s, ticket.deadline_at_s, rows, free_at_s, rows_ahead):
             raise self._unreachable(waiting_list, ticket, rows, now_s, free_at_s)
         if rows <= waiting_list.rows_max:
             ticket.pieces = 1
@@ -342,10 +368,10 @@ class Lane:
             for first_row in starts:
                 waiting_list.insert(Piece(ticket, first_row, min(waiting_list.rows_max, rows - first_row)))
         self._busy_lists[waiting_list] = None
-        self._trim(waiting_list)
+        self._trim(waiting_list, due_s)
         if self.executor.has_free_slot():
             self._decide_soon()
-        elif self._expiry is None:
+        elif ticket.deadline_at_s < self._expiry_at_s:
             self._watch_expiry()
 
     def _unreachable(
@@ -381,12 +407,17 @@ class Lane:
             self._hold.cancel()
             self._hold = None
         while self._busy_lists and self.executor.has_free_slot():
-            chosen, decision, hold_until_s = self._choose()
-            if chosen is None or decision is None:
+            chosen, pieces, dropped, hold_until_s = self._choose()
+            # Only now: telling a caller may bring in its next request, and the decisions are about the lists as they
+            # were. Before the batch: refusing one piece of a request withdraws its others, which may be in there.
+            for waiting_list, refused, hopeless in dropped:
+                self._refuse(waiting_list, refused, hopeless)
+            if chosen is None:
                 if hold_until_s < INFINITY:
                     self._hold = self._loop.call_later(max(0.0, hold_until_s - self._clock.now_s()), self._decide)
-                return
-            is_started = self._carry_out(chosen, decision)
+                    return
+                break
+            is_started = self._start(chosen, pieces)
             if self.executor.is_inline and is_started:
                 # Let the loop read its sockets between batches; what arrives meanwhile joins the next one.
                 if self._busy_lists:
@@ -394,37 +425,51 @@ class Lane:
                 return
         self._watch_expiry()
 
-    def _choose(self) -> tuple[WaitingList | None, Decision | None, float]:
+    def _choose(self) -> tuple[WaitingList | None, list[Piece], list[Dropped], float]:
+        """Ask every policy, and take out of the lists what runs and what is refused; nobody is told yet.
+
+        Returns:
+            Whose batch is next, its pieces, what is refused, and until when nothing happens if there is no batch.
+        """
         now_s = self._clock.now_s()
         chosen: WaitingList | None = None
         best: Decision | None = None
+        dropped: list[Dropped] = []
         hold_until_s = INFINITY
         for waiting_list in list(self._busy_lists):
             decision = waiting_list.policy.decide(now_s, waiting_list.deadlines_s, waiting_list.rows)
             if not decision.run:
                 # Nothing runs from this list now: what cannot be saved goes at once, the others wait.
-                self._drop(waiting_list, decision.shed, decision.hopeless)
+                dropped.append((waiting_list, self._take(waiting_list, decision.shed), decision.hopeless))
                 if decision.hold_until_s is not None:
                     hold_until_s = min(hold_until_s, decision.hold_until_s)
             elif best is None or decision.urgency_s < best.urgency_s:
                 chosen, best = waiting_list, decision
-        return chosen, best, hold_until_s
+        if chosen is None or best is None:
+            return None, [], dropped, hold_until_s
+        taken = self._take(chosen, best.shed + best.run)
+        dropped.append((chosen, taken[: best.shed], best.hopeless))
+        return chosen, taken[best.shed :], dropped, INFINITY
 
-    def _trim(self, waiting_list: WaitingList) -> None:
-        """Keep the queue at the policy's bound: what is nearest its deadline goes, since it gains least by waiting."""
-        excess_rows = waiting_list.rows_waiting - waiting_list.policy.waiting_rows_max
+    def _trim(self, waiting_list: WaitingList, due_s: float) -> None:
+        """Keep the queue at the policy's bound: what is nearest its deadline goes, since it gains least by waiting.
+
+        The bound is about rows that are due within the objective (Little's law). Those that have longer take nothing
+        from them, and the policy bounds them at the door.
+        """
+        bound_rows = waiting_list.policy.waiting_rows_max
+        if waiting_list.rows_waiting <= bound_rows:
+            return
+        excess_rows = waiting_list.rows_due_by(due_s) - bound_rows
         count = 0
         while excess_rows > 0 and count < len(waiting_list.rows) - 1:
             excess_rows -= waiting_list.rows[count]
             count += 1
         self._drop(waiting_list, count, 0)
 
-    def _carry_out(self, waiting_list: WaitingList, decision: Decision) -> bool:
-        """Refuse what the decision sheds and start what it runs; False when nothing of that is left."""
-        # Taken together: refusing one piece of a request withdraws its others, which may be among those to run.
-        taken = self._take(waiting_list, decision.shed + decision.run)
-        self._refuse(waiting_list, taken[: decision.shed], decision.hopeless)
-        pieces = [piece for piece in taken[decision.shed :] if piece.ticket.ending is None]
+    def _start(self, waiting_list: WaitingList, pieces: Sequence[Piece]) -> bool:
+        """Start a batch of what has not ended meanwhile; False when nothing is left."""
+        pieces = [piece for piece in pieces if piece.ticket.ending is None]
         if not pieces:
             return False
         batch = Batch(waiting_list, pieces)
@@ -474,12 +519,19 @@ class Lane:
 
     def _watch_expiry(self) -> None:
         """While the executor is busy nobody decides; a request is refused by its deadline all the same."""
-        if self._expiry is None and self._busy_lists:
-            earliest_s = min(waiting_list.deadlines_s[0] for waiting_list in self._busy_lists)
-            self._expiry = self._loop.call_later(max(0.0, earliest_s - self._clock.now_s()), self._expire)
+        if not self._busy_lists:
+            return
+        earliest_s = min(waiting_list.deadlines_s[0] for waiting_list in self._busy_lists)
+        if earliest_s >= self._expiry_at_s:
+            return  # the timer goes off before, finds nobody late, and is set again
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._expiry_at_s = earliest_s
+        self._expiry = self._loop.call_later(max(0.0, earliest_s - self._clock.now_s()), self._expire)
 
     def _expire(self) -> None:
         self._expiry = None
+        self._expiry_at_s = INFINITY
         now_s = self._clock.now_s()
         for waiting_list in list(self._busy_lists):
             late = bisect_right(waiting_list.deadlines_s, now_s)

@@ -22,14 +22,14 @@ from collections.abc import Mapping
 import numpy as np
 
 from headrace.clock import Clock
-from headrace.data_plane.admit import Admission, admit
+from headrace.data_plane.admit import RECORDS_RETRY_AFTER_S, Admission, admit
 from headrace.data_plane.batch import Batch
 from headrace.data_plane.record import make_record
 from headrace.data_plane.replicas import Endpoint
 from headrace.data_plane.route import route
 from headrace.data_plane.statistics import ModelStatistics
 from headrace.data_plane.ticket import BrokenCall, Ticket
-from headrace.errors import HeadraceError, RecordsUnavailable, ServerError
+from headrace.errors import HeadraceError, ModelFailed, RecordsUnavailable, ServerError
 from headrace.ports import RecordSink
 from headrace.records import Amendment, Record
 from headrace.telemetry.logs import log_unexpected
@@ -114,11 +114,8 @@ class Pipeline:
 
             ticket.stage = "queue"
             replica.lane.submit(replica.waiting_list(request), ticket)
-        except HeadraceError as error:
-            self.refuse(ticket, error)
-        except Exception as error:  # a fault of ours must still end the ticket
-            log_unexpected(ticket.stage, error)
-            self.refuse(ticket, ServerError(f"internal error in stage {ticket.stage}"))
+        except Exception as error:
+            self._fail(ticket, error)
 
     # ---------------------------------------------------------------- the way out
 
@@ -144,7 +141,11 @@ class Pipeline:
             ticket.pieces -= 1
             ticket.parts.append((piece.first_row, piece.outputs))
             if ticket.pieces == 0:
-                ticket.outputs = _assemble(ticket.parts)
+                try:
+                    ticket.outputs = _assemble(ticket.parts)
+                except Exception as error:
+                    self._fail(ticket, error)
+                    continue
                 complete.append(ticket)
         self._respond(complete)
 
@@ -156,18 +157,16 @@ class Pipeline:
             ticket.stage = "respond"
             try:
                 ticket.call.encode(ticket)
-            except HeadraceError as error:
-                self.refuse(ticket, error)
+            except Exception as error:
+                self._fail(ticket, error)
                 continue
             encoded.append(ticket)
-        if not encoded:
-            return
-        endpoint = encoded[0].endpoint
-        assert endpoint is not None
-        if endpoint.spec.records.durability == "strict":
+        # A reload changes the durability between two requests, and both may be in this batch.
+        endpoints = {ticket.endpoint for ticket in encoded}
+        if any(endpoint is not None and endpoint.spec.records.durability == "strict" for endpoint in endpoints):
             self._commit_then_send(encoded)
             return
-        sent = [ticket.call.send() for ticket in encoded]
+        sent = [self._send(ticket) for ticket in encoded]
         for ticket, is_sent in zip(encoded, sent, strict=True):
             self.finish(ticket, Ending.ANSWERED if is_sent else Ending.ABANDONED)
 
@@ -187,8 +186,9 @@ class Pipeline:
                     else:
                         self._write(self._record(ticket, ticket.ending))
                 elif not is_on_disk:
-                    self.refuse(ticket, RecordsUnavailable("the record of this request could not be written to disk"))
-                elif ticket.call.send():
+                    text = "the record of this request could not be written to disk"
+                    self.refuse(ticket, RecordsUnavailable(text, retry_after_s=RECORDS_RETRY_AFTER_S))
+                elif self._send(ticket):
                     self._end(ticket, Ending.ANSWERED, record, is_written=True)
                 else:
                     self._end(ticket, Ending.ABANDONED, record, is_written=True)
@@ -206,7 +206,23 @@ class Pipeline:
         ticket.error = error
         ticket.outputs = None
         ticket.call.encode(ticket)
-        self.finish(ticket, error.ending if ticket.call.send() else Ending.ABANDONED)
+        self.finish(ticket, error.ending if self._send(ticket) else Ending.ABANDONED)
+
+    def _fail(self, ticket: Ticket, error: Exception) -> None:
+        """End a ticket in whose stage something was raised: even a fault of ours leaves nobody waiting."""
+        if not isinstance(error, HeadraceError):
+            log_unexpected(ticket.stage, error)
+            error = ServerError(f"internal error in stage {ticket.stage}")
+        if ticket.ending is None:
+            self.refuse(ticket, error)
+
+    def _send(self, ticket: Ticket) -> bool:
+        """Hand a reply to the transport; one that raises has lost its caller and takes no neighbour along."""
+        try:
+            return ticket.call.send()
+        except Exception as error:
+            log_unexpected("send", error)
+            return False
 
     def refused_at_front(self, error: HeadraceError) -> None:
         """Count a request that the protocol front refused before it was complete; the front has told the caller."""
@@ -281,4 +297,7 @@ def _assemble(parts: list[tuple[int, list[Array]]]) -> list[Array]:
     if len(parts) == 1:
         return parts[0][1]
     parts.sort(key=lambda part: part[0])
-    return [np.concatenate(column) for column in zip(*(outputs for _, outputs in parts), strict=True)]
+    try:
+        return [np.concatenate(column) for column in zip(*(outputs for _, outputs in parts), strict=True)]
+    except ValueError as error:  # a dimension behind the first depends on what else is in the batch
+        raise ModelFailed(f"the outputs of the request's {len(parts)} batches do not fit together: {error}") from error

@@ -19,7 +19,7 @@ import msgspec
 from headrace.clock import Clock
 from headrace.data_plane.batch import InlineExecutor, Lane, ThreadExecutor
 from headrace.data_plane.pipeline import Pipeline
-from headrace.data_plane.replicas import Endpoint, LoadedModel, Replica, is_cheap, load_model
+from headrace.data_plane.replicas import Endpoint, Replica, is_cheap, load_model
 from headrace.errors import LoadError
 from headrace.ports import RuntimeLoader
 from headrace.report import ReplicaReport
@@ -143,14 +143,12 @@ class Plane:
 
     async def _load(self, endpoint: Endpoint, version: VersionSpec) -> None:
         try:
-            model = await self._load_in_background(endpoint.spec, version)
+            replica = await self._load_in_background(endpoint.spec, version)
         except LoadError as error:
             endpoint.problems[version.version] = error.message
             log("error", "model not loaded", endpoint=endpoint.name, version=version.version, reason=error.message)
             self._tell()
             return
-        lane = self.inline_lane if is_cheap(model.trial) else self.thread_lane
-        replica = Replica(endpoint.spec, version, model, lane, self._json_depth_max)
         old = endpoint.replicas.get(version.version)
         previous_default = endpoint.default
         endpoint.problems.pop(version.version, None)
@@ -168,26 +166,26 @@ class Plane:
         self.is_ready = self.is_ready or (bool(self.endpoints) and not self.not_ready())
         self._changed()
 
-    async def _load_in_background(self, spec: EndpointSpec, version: VersionSpec) -> LoadedModel:
+    async def _load_in_background(self, spec: EndpointSpec, version: VersionSpec) -> Replica:
         """Load on a thread of its own, which ends with the load: its priority cannot always be raised again."""
-        done: asyncio.Future[LoadedModel] = self._loop.create_future()
+        done: asyncio.Future[Replica] = self._loop.create_future()
         thread = threading.Thread(
             target=self._load_on_thread, args=(spec, version, done), name="headrace-loader", daemon=True
         )
         thread.start()
         return await done
 
-    def _load_on_thread(self, spec: EndpointSpec, version: VersionSpec, done: "asyncio.Future[LoadedModel]") -> None:
-        def settle(result: LoadedModel | LoadError) -> None:
+    def _load_on_thread(self, spec: EndpointSpec, version: VersionSpec, done: "asyncio.Future[Replica]") -> None:
+        def settle(result: Replica | LoadError) -> None:
             if done.cancelled():
-                if isinstance(result, LoadedModel):
-                    result.runtime.close()
+                if isinstance(result, Replica):
+                    result.close()
             elif isinstance(result, LoadError):
                 done.set_exception(result)
             else:
                 done.set_result(result)
 
-        result: LoadedModel | LoadError
+        result: Replica | LoadError
         try:
             loader = self._loaders.get(spec.runtime.name)
             if loader is None:
@@ -197,9 +195,9 @@ class Plane:
                 with open(self._load_lock, "ab") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX)
                     self._step_back()
-                    result = load_model(spec, version, loader, self._threads, self._clock)
+                    result = self._make_replica(spec, version, loader)
             else:
-                result = load_model(spec, version, loader, self._threads, self._clock)
+                result = self._make_replica(spec, version, loader)
         except LoadError as error:
             result = error
         except Exception as error:  # whatever a foreign loader raises is this model's problem, not the worker's
@@ -209,6 +207,17 @@ class Plane:
             self._loop.call_soon_threadsafe(settle, result)
         except RuntimeError:  # the loop has been closed: the worker is on its way out
             return
+
+    def _make_replica(self, spec: EndpointSpec, version: VersionSpec, loader: RuntimeLoader) -> Replica:
+        """All of it on the loader thread: compiling and timing the codec of a large input takes tens of milliseconds,
+        and whatever is wrong with it is this version's problem alone."""
+        model = load_model(spec, version, loader, self._threads, self._clock)
+        try:
+            lane = self.inline_lane if is_cheap(model.trial) else self.thread_lane
+            return Replica(spec, version, model, lane, self._json_depth_max)
+        except BaseException:
+            model.runtime.close()
+            raise
 
     def _step_back(self) -> None:
         # A runtime with several threads per run starts its pool here, and the pool would keep the low priority.
@@ -231,11 +240,17 @@ class Plane:
             self._close_drained()
 
     def _close_drained(self) -> None:
-        for replica in [replica for replica in self._draining if replica.tickets_open == 0]:
+        for replica in list(self._draining):
+            # A batch whose callers have all left still runs.
+            if replica.tickets_open or self._is_running(replica):
+                continue
             self._draining.remove(replica)
             replica.close()
         if self._draining:
             self._loop.call_later(DRAIN_POLL_S, self._close_drained)
+
+    def _is_running(self, replica: Replica) -> bool:
+        return any(batch.waiting_list.runtime is replica.runtime for batch in self.executor.running())
 
     # ---------------------------------------------------------------- reports
 
@@ -260,11 +275,11 @@ class Plane:
         return tuple(reports)
 
     def close(self) -> None:
-        """Stop the lanes, then give every model back."""
+        """Stop the lanes, then give every model back, except one that is still inside a run."""
         self.inline_lane.close()
         self.thread_lane.close()
-        for endpoint in self.endpoints.values():
-            for replica in _all_replicas(endpoint):
+        for replica in self.replicas():
+            if not self._is_running(replica):
                 replica.close()
 
 

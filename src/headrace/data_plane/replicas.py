@@ -151,31 +151,35 @@ class Replica:
         learner = CurveLearner(self.trial.warmup)
         batching = self.endpoint.batching
         policy = make_policy(batching.policy, learner, self.rows_max, self.deadline_s, delay_s=batching.delay_s)
-        return WaitingList(self.runtime, policy, learner, self.rows_max, self.signature.is_batched)
+        is_batched = self.signature.is_batched
+        return WaitingList(self.runtime, policy, learner, self.rows_max, is_batched, self.deadline_s)
 
     def waiting_list(self, request: InferRequest) -> WaitingList:
         """The list whose batches this request may join: all its members agree in every dimension but the first."""
         if not self._has_variable_shape:
             return self._fixed
-        shape = tuple(array.shape[1:] for array in request.inputs.values())
+        shape = _shape_behind_rows(request)
         waiting_list = self._lists.pop(shape, None)
         if waiting_list is None:
-            if len(self._lists) >= SHAPES_MAX:
-                self._forget_idle_shape()
+            self._forget_idle_shapes()
             waiting_list = self._make_list()
         self._lists[shape] = waiting_list  # the last used is the last
         return waiting_list
 
-    def _forget_idle_shape(self) -> None:
-        for shape, waiting_list in self._lists.items():
-            if not waiting_list.pieces:
-                del self._lists[shape]
+    def _forget_idle_shapes(self) -> None:
+        """Make room for one more list. Where somebody waits in every one of them there are more for a while."""
+        for shape in [shape for shape, waiting_list in self._lists.items() if not waiting_list.pieces]:
+            if len(self._lists) < SHAPES_MAX:
                 return
+            del self._lists[shape]
 
     def forget(self, ticket: Ticket) -> None:
         """Take what still waits of an ended ticket out of the waiting lists."""
-        if ticket.request is not None and ticket.pieces:
-            self.lane.forget(self.waiting_list(ticket.request), ticket)
+        if ticket.request is None or not ticket.pieces:
+            return
+        waiting_list = self._lists.get(_shape_behind_rows(ticket.request)) if self._has_variable_shape else self._fixed
+        if waiting_list is not None:  # None: nothing of that shape waits any more, only runs
+            self.lane.forget(waiting_list, ticket)
 
     @property
     def pieces_waiting(self) -> int:
@@ -214,8 +218,20 @@ class Replica:
         self.runtime.close()
 
 
+def _shape_behind_rows(request: InferRequest) -> tuple[tuple[int, ...], ...]:
+    return tuple(array.shape[1:] for array in request.inputs.values())
+
+
 def is_cheap(trial: TrialResult) -> bool:
-    """Whether the model may run on the event loop."""
+    """Whether the model may run on the event loop.
+
+    Never one whose run has no bound that was measured: where a dimension is the caller's choice and not cut into
+    batches, one large request would hold up everybody.
+    """
+    signature = trial.signature
+    cut = 1 if signature.is_batched else 0
+    if any(-1 in spec.shape[cut:] for spec in signature.inputs):
+        return False
     longest_s = max((took_s for _, took_s in trial.warmup), default=float("inf"))
     return longest_s <= INLINE_RUN_S_MAX
 

@@ -4,6 +4,7 @@ Inputs are generated, since an artefact says shapes and types but brings no exam
 generated inputs is still served, unbatched and with its time learned from traffic, and the reason is reported.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
@@ -20,6 +21,9 @@ WARMUP_ROWS = (1, 1, 1, 8, 8, 8)
 
 VARIABLE_SIZES = (16, 1, 8, 32, 64, 224)
 """Sizes tried for variable dimensions behind the first."""
+
+TRIAL_ELEMENTS_MAX = 1 << 24
+"""Largest input that is generated for its variable dimensions: four of them at 224 would be 20 GB of random numbers."""
 
 BATCH_TOLERANCE = 0.05
 """How far a row's outputs may move when it is batched, relative to the largest output. A model that mixes rows moves
@@ -90,6 +94,8 @@ def _first_that_runs(runtime: Runtime, signature: Signature, names: list[str]) -
     has_variable = any(-1 in spec.shape[1:] for spec in signature.inputs)
     failure: HeadraceError | None = None
     for size, is_low in product(VARIABLE_SIZES if has_variable else (1,), (False, True)):
+        if failure is not None and any(_elements(spec, size) > TRIAL_ELEMENTS_MAX for spec in signature.inputs):
+            continue
         inputs = {spec.name: _generate(spec, size, is_low) for spec in signature.inputs}
         try:
             runtime.run(inputs, names)
@@ -99,6 +105,10 @@ def _first_that_runs(runtime: Runtime, signature: Signature, names: list[str]) -
             return inputs
     assert failure is not None
     raise failure
+
+
+def _elements(spec: TensorSpec, size: int) -> int:
+    return math.prod(size if dimension == -1 else dimension for dimension in spec.shape[1:])
 
 
 def _generate(spec: TensorSpec, size: int, is_low: bool) -> Array:

@@ -423,8 +423,9 @@ class SlotValues:
             yield dict(labels), value
 
     def is_alive(self, now_s: float) -> bool:
-        """The worker beat its heart lately; monotonic seconds. A time in the future is from before a reboot."""
-        return self.heartbeat_s > 0 and 0 <= now_s - self.heartbeat_s <= ALIVE_S_MAX
+        """The worker beat its heart lately; monotonic seconds. It may have done so after `now_s` was read; a time far in
+        the future is from before a reboot."""
+        return self.heartbeat_s > 0 and abs(now_s - self.heartbeat_s) <= ALIVE_S_MAX
 
 
 def read_slots(path: Path) -> SlotValues:
@@ -514,7 +515,7 @@ def peek_connections(path: Path, now_s: float) -> int | None:
     if len(header) < _HEADER_BYTES or header[:8] != _MAGIC:
         return None
     (heartbeat_s,) = _DOUBLE.unpack_from(header, 8 * _HEARTBEAT)
-    if not (heartbeat_s > 0 and 0 <= now_s - heartbeat_s <= ALIVE_S_MAX):
+    if not (heartbeat_s > 0 and abs(now_s - heartbeat_s) <= ALIVE_S_MAX):
         return None
     if not _DOUBLE.unpack_from(header, 8 * _IS_TAKING)[0]:
         return None

@@ -7,7 +7,7 @@ The artefact is a small JSON file whose name ends with `.sleep.json`, for exampl
 
 import itertools
 import random
-import time
+import select
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -114,7 +114,7 @@ class SleepRuntime:
             seconds += max(0.0, -float(array.min(initial=0.0)))
         if self._artefact.leak_bytes:
             self._leaked.append(b"x" * self._artefact.leak_bytes)  # written, so that it is resident
-        time.sleep(seconds)
+        _sleep(seconds)
         if self._artefact.fail_every and run % self._artefact.fail_every == 0:
             raise ModelFailed(f"the model failed: run {run} fails, as its artefact says")
         return [array[:, :1].copy() for _ in outputs]
@@ -139,6 +139,11 @@ class SleepRuntime:
         self._is_closed = True
 
 
+def _sleep(seconds: float) -> None:
+    """`time.sleep`, which fails under libfaketime (it sleeps until an absolute time); `select` waits for a duration."""
+    select.select((), (), (), seconds)
+
+
 def load(version: VersionSpec, options: RuntimeOptions, threads: int) -> SleepRuntime:
     """Load a sleep artefact.
 
@@ -157,7 +162,7 @@ def load(version: VersionSpec, options: RuntimeOptions, threads: int) -> SleepRu
         raise LoadError(f"{version.path}: cannot be read ({error.strerror}); {accepted}") from error
     except msgspec.DecodeError as error:
         raise LoadError(f"{version.path}: {error}; {accepted}") from error
-    time.sleep(artefact.load_s)
+    _sleep(artefact.load_s)
     return SleepRuntime(artefact, version.labels)
 
 

@@ -1,5 +1,6 @@
 """One inference call over HTTP: the protocol's half of a ticket."""
 
+import re
 import secrets
 from collections.abc import Sequence
 
@@ -10,7 +11,10 @@ from headrace.errors import BadRequest, HeadraceError
 
 TIMEOUT_S_MAX = 3600.0
 _ID_CHARACTERS = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:/+=@")
-_HEX = frozenset(b"0123456789abcdef")
+# The right half of the trace id becomes our span's id, which must not be zero either.
+_TRACEPARENT = re.compile(
+    rb"(?!ff)([0-9a-f]{2})-(?![0-9a-f]{16}0{16})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-[^,]*)?"
+)
 
 
 class Ids:
@@ -43,12 +47,10 @@ def read_ids(exchange: Exchange, ids: Ids) -> tuple[str, str]:
 
 
 def _trace_id(parent: bytes) -> str | None:
-    parts = parent.split(b"-")
-    if len(parts) < 4 or len(parts[0]) != 2 or parts[0] == b"ff" or len(parts[1]) != 32 or len(parts[2]) != 16:
+    match = _TRACEPARENT.fullmatch(parent)
+    if match is None or (match[1] == b"00" and match[3]):  # only later versions may have more to say
         return None
-    if not (_HEX.issuperset(parts[1]) and _HEX.issuperset(parts[2])) or parts[1] == b"0" * 32 or parts[2] == b"0" * 16:
-        return None
-    return parts[1].decode("ascii")
+    return match[2].decode("ascii")
 
 
 class HttpInferCall:

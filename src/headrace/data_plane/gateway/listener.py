@@ -41,7 +41,8 @@ class Listener:
         sock: Listening socket, shared with the other workers; made non-blocking.
         front: Gets the connections.
         ssl_context: Makes it HTTPS.
-        others: The smallest number of open connections among the other live workers; -1 when there is none.
+        others: The smallest number of open connections among the other live workers; -1 when there is none. It may call
+            `stop`.
 
     Attributes:
         accepted_total: Connections taken.
@@ -107,6 +108,8 @@ class Listener:
 
     def _offered(self) -> None:
         fewest = self._others()
+        if self._loop is None:
+            return  # asked, the owner has left the socket to the others
         if 0 <= fewest < self.connections:
             self.yielded_total += 1
             self._pause(YIELD_S)

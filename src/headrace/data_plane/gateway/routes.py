@@ -151,7 +151,7 @@ class Router:
     def _model(self, exchange: Exchange, name: str, rest: list[str]) -> None:
         endpoint = self._pipeline.endpoints.get(name)
         version = ""
-        if rest[:1] == ["versions"] and len(rest) >= 2:
+        if rest[:1] == ["versions"] and len(rest) >= 2 and rest[1]:  # an empty version is not the default one
             version, rest = rest[1], rest[2:]
         match rest:
             case ["infer"]:
@@ -188,7 +188,9 @@ class Router:
         if is_ready:
             _send_json(exchange, 200, {"ready": True}, JSON_HEAD_NO_STORE)
             return
-        text = "not ready: " + (", ".join(missing) if missing else "the server is shutting down")
+        text = f"not ready: {', '.join(missing) or 'no model is served yet'}"
+        if self._pipeline.admission.is_draining:
+            text = "not ready: the server is shutting down"
         body = {"ready": False, "models": missing, "error": text, "code": "not_ready"}
         _send_json(exchange, 503, body, JSON_HEAD_NO_STORE + b"retry-after: 1\r\n")
 
