@@ -19,6 +19,7 @@ import os
 import onnxruntime
 from kserve import InferOutput, InferRequest, InferResponse, Model, ModelServer
 from kserve.utils.numpy_codec import from_np_dtype
+from kserve.utils.utils import generate_uuid
 
 
 class Onnx(Model):
@@ -46,7 +47,7 @@ class Onnx(Model):
             output = InferOutput(name, list(array.shape), from_np_dtype(array.dtype))
             output.set_data_from_numpy(array, binary_data=False)
             outputs.append(output)
-        return InferResponse(payload.id, self.name, outputs)
+        return InferResponse(payload.id or generate_uuid(), self.name, outputs)
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ wait of 0 µs and batches of up to 64, one instance or one per core, no verbose 
 import argparse
 import os
 import socket
+import sysconfig
 from collections.abc import Callable
 
 import numpy as np
@@ -54,6 +55,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", required=True)
     wanted = parser.parse_args()
     os.chdir(wanted.folder)
+    # Triton's stub must find this very interpreter's library, not the system's of another patch version.
+    os.environ["LD_LIBRARY_PATH"] = sysconfig.get_config_var("LIBDIR")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     sessions = [
@@ -62,7 +65,7 @@ def main() -> None:
     inputs, outputs = sessions[0].get_inputs(), sessions[0].get_outputs()
     config = TritonConfig(
         http_address="127.0.0.1", http_port=int(wanted.port), grpc_port=free_port(), metrics_port=free_port(),
-        log_verbose=0, log_info=False,
+        log_verbose=0,
     )  # fmt: skip
     with Triton(config=config) as triton:
         triton.bind(

@@ -80,7 +80,7 @@ async def test_a_large_patient_request_neither_sheds_those_who_wait_nor_shuts_th
         rig.start("m", [0], timeout_s=30)
         await asyncio.to_thread(gate.entered.wait)
         before = [rig.start("m", [value])[1] for value in range(20)]
-        large = rig.start("m", np.zeros(int(20 * bound)), timeout_s=600)[0]
+        large = rig.start("m", np.zeros(int(4 * bound)), timeout_s=600)[0]
         after = [rig.start("m", [value])[1] for value in range(20)]
         gate.is_open.set()
         replies = [await asyncio.wait_for(call.answer, 30) for call in before + after]
@@ -166,12 +166,13 @@ async def test_lists_of_shapes_that_nobody_uses_any_more_are_given_up(tmp_path: 
         for width in range(1, 200):
             request = InferRequest(None, {}, {"x": np.zeros((1, width), np.float32)}, 1, ())
             replica.waiting_list(request)
-        kept = len(replica._lists)
+        kept = list(replica._lists)
         ticket = Ticket(RigCall(np.zeros((1, 1), np.float32)), "r", "t", 0.0, pieces=1)
         ticket.request = InferRequest(None, {}, {"x": np.zeros((1, 999), np.float32)}, 1, ())
         replica.forget(ticket)
 
-        assert 64 == kept == len(replica._lists)
+        assert 64 == len(kept)
+        assert kept == list(replica._lists)
 
 
 def test_no_trial_input_is_made_that_memory_may_not_hold() -> None:
@@ -181,3 +182,21 @@ def test_no_trial_input_is_made_that_memory_may_not_hold() -> None:
 
     assert "not batched: it took no generated input" in trial.batching
     assert 0 < model.largest <= TRIAL_ELEMENTS_MAX
+
+
+async def test_a_caller_whose_requests_make_the_model_raise_does_not_make_it_look_slow(tmp_path: Path) -> None:
+    """X2: batches that failed and ran again piece by piece are no measurement, or others were refused for them."""
+
+    def raises_on_thirteen(rows: Array) -> Array:
+        time.sleep(0.002)
+        if (rows == 13).any():
+            raise ValueError("thirteen")
+        return rows
+
+    async with Rig(tmp_path, {"m": raises_on_thirteen}, changes={"m": {"slo": Slo(0.99, 0.2)}}) as rig:
+        for _ in range(10):
+            calls = [rig.start("m", [value])[1] for value in (*range(8), 13)]
+            await asyncio.gather(*(call.answer for call in calls))
+        (report,) = rig.plane.reports()
+
+    assert report.base_s < 0.006, "a run takes 2 ms"

@@ -44,6 +44,9 @@ class Companion:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        self._admin.close()
+        os.close(self._lifeline)
+        os.close(self._own_end)
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
