@@ -10,8 +10,8 @@
 """LitServe 0.2.19 (Apache-2.0); installs and runs without torch.
 
 Configured after its pages "Batching", "Autoscaling" and "LitServer" (the class's own text): one worker per core "for
-CPU", as many HTTP servers as workers (its default), batches of up to 16 with its default wait of 0, and with and without
-`fast_queue`, which it advises above 100 requests/s. Its own route takes and gives plain JSON.
+CPU", as many HTTP servers as workers (its default), batches of up to 16 with its default wait of 0, and with and
+without `fast_queue`, which it advises above 100 requests/s. Its own route takes and gives plain JSON.
 """
 
 import argparse

@@ -59,9 +59,7 @@ def main() -> None:
     os.environ["LD_LIBRARY_PATH"] = sysconfig.get_config_var("LIBDIR")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
-    sessions = [
-        onnxruntime.InferenceSession(wanted.model, options) for _ in range(int(wanted.variant.split()[0]))
-    ]
+    sessions = [onnxruntime.InferenceSession(wanted.model, options) for _ in range(int(wanted.variant.split()[0]))]
     inputs, outputs = sessions[0].get_inputs(), sessions[0].get_outputs()
     config = TritonConfig(
         http_address="127.0.0.1", http_port=int(wanted.port), grpc_port=free_port(), metrics_port=free_port(),

@@ -113,9 +113,7 @@ def one_caller(server: ServerProcess, number: int, names: list[str]) -> int:
     folder = server.home.with_name("models")
     sessions = {name: onnxruntime.InferenceSession(folder / f"{name}.onnx", options) for name in names}
     with closing(http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=30)) as connection:
-        return sum(
-            compare(connection, sessions, dice, lot, f"{number}-{turn}") for turn in range(REQUESTS_PER_CALLER)
-        )
+        return sum(compare(connection, sessions, dice, lot, f"{number}-{turn}") for turn in range(REQUESTS_PER_CALLER))
 
 
 def compare(

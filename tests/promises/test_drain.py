@@ -129,7 +129,7 @@ def test_sigterm_under_open_loop_traffic_leaves_no_caller_without_an_end(tmp_pat
         server.wait_workers(2)
         body = json_infer_body("x", np.ones((1, 1), np.float32))
         request = infer_request_bytes("127.0.0.1", server.http_port, "m", body)
-        offsets_s = np.arange(450) / 150.0
+        offsets_s = np.arange(300) / 150.0
         plan = open_loop("127.0.0.1", server.http_port, [request], offsets_s, connections_max=64, grace_s=8.0)
         results: list[LoadResult] = []
         thread = threading.Thread(target=lambda: results.append(run(plan)))

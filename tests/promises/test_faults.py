@@ -278,7 +278,7 @@ def test_a_wall_clock_that_is_stepped_by_a_day_changes_no_deadline_and_no_timer(
             assert 1 == server.metrics()['headrace_worker_up{worker="1"}']
         silent = server.caller("silent")
         silent.infer("m")
-        time.sleep(4.0)
+        time.sleep(3.0)
         assert CLOSED == silent.infer("m").status, "idle connections are still swept"
         same = server.wait_workers(1)
     records = [record for record in iter_records(server.home / "records") if isinstance(record, Record)]

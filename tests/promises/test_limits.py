@@ -38,7 +38,7 @@ def test_a_server_without_traffic_takes_next_to_no_processor_time(server: Server
     time.sleep(1)  # what follows the start is not idleness
     before = {pid: cpu_seconds(pid) for pid in pids}
     began_s = time.monotonic()
-    time.sleep(4)
+    time.sleep(3)
     elapsed_s = time.monotonic() - began_s
     shares = {title(pid): (cpu_seconds(pid) - before[pid]) / elapsed_s for pid in pids}
 

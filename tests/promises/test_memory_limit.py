@@ -65,7 +65,7 @@ def test_a_worker_above_its_memory_limit_is_replaced_without_a_lost_or_failed_re
         while server.log().count("takes over") < replacements or first in server.worker_pids():
             assert time.monotonic() < end_s, server.log()
             time.sleep(0.1)
-        time.sleep(1.5)
+        time.sleep(0.5)
         leaked_bytes = len(traffic.replies) * LEAK_BYTES
         gone = not os.path.exists(f"/proc/{first}")
         metrics = server.metrics()

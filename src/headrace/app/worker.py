@@ -209,6 +209,8 @@ class Worker:
         if self._plane.is_ready and self._state == "starting":
             self._state = "ready"
             self._started_s = time.time() - process_start_unix_s()
+            # And nobody shall read that it is ready while it takes no connections yet.
+            self._accept_or_leave_it()
         self._write_report()
 
     def _accept_or_leave_it(self) -> None:

@@ -1,496 +1,507 @@
-"""Headrace over the bare minimum: the same bytes in and out, on the same parser and loop, in one run.
+"""Headrace over the bare minimum and beside its peers, in one run, by one command: `scripts/bench`.
 
-A is `headrace serve` with a tabular ONNX model (30 features, 100 trees), Open Inference Protocol JSON, one row a
-request. B is `headrace.testing.echo`, which answers A's own bytes without doing anything for them. Both sit on one
-core, the generator on another; they are measured in turn, A B A B, so that what the machine does meanwhile hits both.
-Only the ratios are worth keeping: absolute rates belong to the machine.
+Two placements, since two questions are asked. **What does Headrace's work cost?** One worker on one core, the generator
+on another, against `headrace.testing.echo`, which answers the same bytes without doing anything for them. **What does a
+deployment get?** Every server has all cores, in the form its documentation recommends, and shares them with the
+generator. In both the servers are measured in turn, so that what the machine does meanwhile hits all of them.
 
-Writes `benchmarks/results.md` and `benchmarks/results.json`.
+The parts: `bench_load` measures, `bench_peers` starts and checks servers, `bench_profile` looks inside, `bench_report`
+judges and writes, `bench_machine` knows the machine.
 """
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import os
-import platform
-import re
 import shutil
 import signal
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from headrace.drills.load import Outcome, closed_loop, infer_request_bytes, json_infer_body, run_in_process
-from headrace.testing.models import breast_cancer, breast_cancer_rows, save
-from headrace.testing.server import ServerProcess, free_port
+import numpy as np
+import onnxruntime
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-__all__ = ["Sample", "available_cores", "pinned_to", "summarise", "top_functions", "total"]
+from headrace.drills.bench_load import Generator, Request, Sample, spread, summary
+from headrace.drills.bench_machine import available_cores, filesystem, machine_facts, pinned_to, tree, usage
+from headrace.drills.bench_peers import ROOT, Contender, Task, ask, echo, headrace, install, read_peers, running
+from headrace.drills.bench_profile import profile, top_functions, total
+from headrace.drills.bench_report import plot, ratios, report_lines, summarise
+from headrace.drills.load import binary_infer_body, json_infer_body
+from headrace.tensors import Array
+from headrace.testing.models import breast_cancer, breast_cancer_rows, cnn, save
+from headrace.testing.server import ServerProcess
+
+__all__ = ["available_cores", "main", "pinned_to", "summarise", "top_functions", "total"]
 
 CONNECTIONS: Final = (1, 16, 64)
 TREES: Final = 100
-NAME: Final = "tabular"
-PACKAGES: Final = ("headrace", "httptools", "uvloop", "msgspec", "numpy", "onnxruntime")
-STAGES: Final = ("decode", "queue", "run", "respond")
-PROFILE_CONNECTIONS: Final = 16
-PROFILE_S: Final = 4.0
-
-# wrk reads the body from a file, since a body in the script would have to be escaped, and prints what we need as JSON.
-WRK_SCRIPT: Final = """
-wrk.method = "POST"
-wrk.headers["Content-Type"] = "application/json"
-local file = io.open("BODY", "rb")
-wrk.body = file:read("*a")
-file:close()
-function done(summary, latency, requests)
-  local e = summary.errors
-  io.write(string.format('\\nRESULT {"requests": %d, "duration_us": %d, "errors": %d, "p50_us": %g, "p99_us": %g}\\n',
-    summary.requests, summary.duration, e.connect + e.read + e.write + e.status + e.timeout,
-    latency:percentile(50), latency:percentile(99)))
-end
-"""
+SLO: Final = ("--slo", "p99=50ms")
+# A CNN whose work is large and whose input is small, so that no server is measured on reading JSON: 3 × 32 × 32 values.
+CNN_SIDE: Final = 32
+CNN_CHANNELS: Final = (768, 768, 640, 512)
+FORM_ROWS: Final = 64
+TOOLS: Final = ("py-spy==0.4.1",)
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One measurement of one server.
+class Plan:
+    """How long and how often.
 
     Attributes:
-        requests_per_s: Answers per second.
-        p50_s, p99_s: Latency of a closed loop, seconds: comparable between servers, no user's latency.
-        errors: Requests that were not answered with 200.
+        seconds: Of one measurement.
+        repetitions: Of each measurement; `echo_repetitions` for the pairs with the echo, `starts` for starts.
+        warm_s: Load before a measurement.
+        try_s: Length of the short look at each form of a peer's configuration.
+        has_peers: False leaves all peers out.
     """
 
-    requests_per_s: float
-    p50_s: float
-    p99_s: float
-    errors: int
+    seconds: float = 4.0
+    repetitions: int = 3
+    echo_repetitions: int = 5
+    starts: int = 5
+    warm_s: float = 1.0
+    try_s: float = 2.0
+    has_peers: bool = True
 
 
-# -------------------------------------------------------------------------------------------------------- small tools
+QUICK: Final = Plan(seconds=3.0, echo_repetitions=3, starts=3, has_peers=False)
 
 
-def available_cores() -> list[int]:
-    """Cores this process may use, ascending."""
-    return sorted(os.sched_getaffinity(0))
-
-
-@contextmanager
-def pinned_to(cores: Sequence[int]) -> Iterator[None]:
-    """Processes started meanwhile run on these cores only; this one goes back to its own afterwards."""
-    own = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, own)
-
-
-def total(samples: dict[str, float], name: str, **labels: str) -> float:
-    """Sum of a metric over all label sets that have these labels.
-
-    Args:
-        samples: From `ServerProcess.metrics`: name with labels → value.
-        name: With its prefix.
-        labels: Wanted values.
-    """
-    wanted = [f'{label}="{value}"' for label, value in labels.items()]
-    return sum(
-        value
-        for sample, value in samples.items()
-        if sample.partition("{")[0] == name
-        and all(re.search(rf"[{{,]{re.escape(pair)}[,}}]", sample) for pair in wanted)
-    )
-
-
-def machine_facts() -> dict[str, str]:
-    """What a reader needs to judge the absolute figures."""
-    model = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
-    return {
-        "processor": model[1] if model else platform.machine(),
-        "cores": str(len(available_cores())),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in PACKAGES},
-    }
-
-
-# ---------------------------------------------------------------------------------------------------------- measuring
-
-
-class Generator:
-    """Keeps connections busy: `wrk` where it is installed, since it costs less per request than ours, else ours.
-
-    Args:
-        request_body: Sent in every request.
-        folder: For wrk's script.
-        core: Pinned to it; None leaves it to the system.
-        prefers_wrk: False takes ours in any case.
-    """
-
-    def __init__(self, request_body: bytes, folder: Path, core: int | None, *, prefers_wrk: bool = True) -> None:
-        self._body = request_body
-        self._core = core
-        self._wrk = shutil.which("wrk") if prefers_wrk else None
-        self._script = folder / "wrk.lua"
-        (folder / "body").write_bytes(request_body)
-        self._script.write_text(WRK_SCRIPT.replace("BODY", str(folder / "body")))
-
-    @property
-    def name(self) -> str:
-        """For the report."""
-        return "wrk" if self._wrk else "headrace.drills.load"
-
-    def measure(self, port: int, connections: int, seconds: float) -> Sample:
-        """One closed-loop run.
-
-        Raises:
-            RuntimeError: The generator failed.
-        """
-        return (self._by_wrk if self._wrk else self._by_own)(port, connections, seconds)
-
-    def _by_wrk(self, port: int, connections: int, seconds: float) -> Sample:
-        assert self._wrk is not None
-        # wrk takes whole seconds only.
-        whole_s = max(1, round(seconds))
-        url = f"http://127.0.0.1:{port}/v2/models/{NAME}/infer"
-        command = [self._wrk, "-t1", f"-c{connections}", f"-d{whole_s}s", "-s", str(self._script), url]
-        with pinned_to([self._core] if self._core is not None else available_cores()):
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        try:
-            output, _ = process.communicate(timeout=whole_s + 30)
-        finally:
-            process.kill()
-        result = re.search(r"^RESULT (.*)$", output, re.MULTILINE)
-        if process.returncode != 0 or result is None:
-            raise RuntimeError(f"wrk ended with {process.returncode}:\n{output}")
-        seen = json.loads(result[1])
-        return Sample(
-            requests_per_s=(seen["requests"] - seen["errors"]) / (seen["duration_us"] * 1e-6),
-            p50_s=seen["p50_us"] * 1e-6,
-            p99_s=seen["p99_us"] * 1e-6,
-            errors=seen["errors"],
-        )
-
-    def _by_own(self, port: int, connections: int, seconds: float) -> Sample:
-        request = infer_request_bytes("127.0.0.1", port, NAME, self._body)
-        plan = closed_loop("127.0.0.1", port, [request], connections=connections, duration_s=seconds)
-        result = run_in_process(plan, core=self._core)
-        return Sample(
-            requests_per_s=result.throughput_per_s,
-            p50_s=result.latency_s(0.5),
-            p99_s=result.latency_s(0.99),
-            errors=len(result.outcomes) - result.count(Outcome.ANSWERED),
-        )
-
-
-def raw_answer(server: ServerProcess, body: bytes) -> bytes:
-    """One answer of the server's with its head, for the echo to repeat."""
-    status, headers, content = server.request(
-        "POST", f"/v2/models/{NAME}/infer", body, {"Content-Type": "application/json"}
-    )
-    if status != 200:
-        raise RuntimeError(f"the server answered {status}: {content!r}")
-    head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    return f"HTTP/1.1 200 OK\r\n{head}\r\n".encode() + content
-
-
-@contextmanager
-def echo_server(answer: bytes, folder: Path, core: int | None) -> Iterator[int]:
-    """The yardstick in a process of its own; its port."""
-    port = free_port()
-    path = folder / "answer"
-    path.write_bytes(answer)
-    command = [sys.executable, "-m", "headrace.testing.echo", "--port", str(port), "--answer", str(path)]
-    with pinned_to([core] if core is not None else available_cores()):
-        process = subprocess.Popen(command)
-    try:
-        yield port
-    finally:
-        process.terminate()
-        try:
-            process.wait(5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def measure_pairs(
-    generator: Generator, headrace_port: int, echo_port: int, *, seconds: float, repetitions: int
-) -> dict[int, list[tuple[Sample, Sample]]]:
-    """Headrace and echo in turn, at every number of connections.
-
-    Returns:
-        By connections: (Headrace, echo) for each repetition.
-    """
-    for port in (headrace_port, echo_port):
-        _measure_when_up(generator, port)
-    pairs: dict[int, list[tuple[Sample, Sample]]] = {connections: [] for connections in CONNECTIONS}
-    for number in range(repetitions):
-        for connections in CONNECTIONS:
-            say(f"bench: repetition {number + 1} of {repetitions}, {connections} connections")
-            ours = generator.measure(headrace_port, connections, seconds)
-            theirs = generator.measure(echo_port, connections, seconds)
-            pairs[connections].append((ours, theirs))
-    return pairs
-
-
-def _measure_when_up(generator: Generator, port: int) -> None:
-    """Warm a server up; the echo may need a moment until it listens."""
-    for _ in range(100):
-        try:
-            if generator.measure(port, 1, 1.0).requests_per_s:
-                return
-        except RuntimeError:
-            pass
-        time.sleep(0.1)
-    raise RuntimeError(f"nothing answers on port {port}")
-
-
-def summarise(pairs: dict[int, list[tuple[Sample, Sample]]]) -> list[dict[str, Any]]:
-    """Medians and spreads (smallest to largest) per number of connections; ratios are taken within a repetition."""
-
-    def over(values: list[float]) -> dict[str, float]:
-        return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-    return [
-        {
-            "connections": connections,
-            "headrace_requests_per_s": over([ours.requests_per_s for ours, _ in samples]),
-            "echo_requests_per_s": over([theirs.requests_per_s for _, theirs in samples]),
-            "requests_ratio": over([ours.requests_per_s / theirs.requests_per_s for ours, theirs in samples]),
-            "headrace_p50_s": over([ours.p50_s for ours, _ in samples]),
-            "headrace_p99_s": over([ours.p99_s for ours, _ in samples]),
-            "echo_p99_s": over([theirs.p99_s for _, theirs in samples]),
-            "p99_ratio": over([ours.p99_s / theirs.p99_s for ours, theirs in samples]),
-            "errors": sum(ours.errors + theirs.errors for ours, theirs in samples),
-            "samples": [{"headrace": asdict(ours), "echo": asdict(theirs)} for ours, theirs in samples],
-        }
-        for connections, samples in pairs.items()
-    ]
-
-
-# ---------------------------------------------------------------------------------------------------------- profiling
-
-
-def profile(server: ServerProcess, generator: Generator, folder: Path) -> dict[str, Any]:
-    """Where a request's time and the worker's CPU go, at `PROFILE_CONNECTIONS` connections.
-
-    Returns:
-        Mean seconds per request and stage, CPU seconds per request, mean batch rows, and the top functions when py-spy
-        is there; else why not.
-    """
-    say("bench: profile of the worker by stage")
-    before = server.metrics()
-    generator.measure(server.http_port, PROFILE_CONNECTIONS, PROFILE_S)
-    after = server.metrics()
-
-    def grown(name: str, **labels: str) -> float:
-        return total(after, f"headrace_{name}", **labels) - total(before, f"headrace_{name}", **labels)
-
-    requests = grown("request_seconds_count") or float("nan")
-    found: dict[str, Any] = {
-        "connections": PROFILE_CONNECTIONS,
-        "requests": requests,
-        "request_s": grown("request_seconds_sum") / requests,
-        "stages_s": {stage: grown("stage_seconds_sum", stage=stage) / requests for stage in STAGES},
-        "cpu_s": grown("cpu_seconds_total", worker="1") / requests,
-        "batch_rows": grown("batch_rows_sum") / requests,
-    }
-    return {**found, **_sampled(server, generator, folder)}
-
-
-def _sampled(server: ServerProcess, generator: Generator, folder: Path) -> dict[str, Any]:
-    """Top functions by py-spy, which is optional."""
-    beside = Path(sys.executable).with_name("py-spy")
-    spy = str(beside) if beside.exists() else shutil.which("py-spy")
-    if spy is None:
-        return {"functions_note": "py-spy is not installed (pip install py-spy)"}
-    output = folder / "stacks"
-    pid = server.worker_pids()[0]
-    command = [
-        spy, "record", "--pid", str(pid), "--duration", str(int(PROFILE_S) - 1), "--rate", "250", "--format", "raw",
-        "--nonblocking", "--output", str(output),
-    ]  # fmt: skip
-    say("bench: profile of the worker by function (py-spy)")
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        generator.measure(server.http_port, PROFILE_CONNECTIONS, PROFILE_S)
-        told, _ = process.communicate(timeout=20)
-    finally:
-        process.kill()
-    if process.returncode != 0 or not output.exists():
-        return {"functions_note": f"py-spy could not sample: {told.strip().splitlines()[-1:]}"}
-    return {"functions": top_functions(output.read_text())}
-
-
-def top_functions(stacks: str, limit: int = 15) -> list[dict[str, Any]]:
-    """Functions by the share of samples in which they were on top, from collapsed stacks.
-
-    Args:
-        stacks: Lines `outer;inner;… count`, as py-spy's format `raw` writes them.
-        limit: Number of functions.
-
-    Returns:
-        `function`, `self_share` (on top) and `total_share` (anywhere on the stack), 0 to 1.
-    """
-    on_top: Counter[str] = Counter()
-    anywhere: Counter[str] = Counter()
-    for line in stacks.splitlines():
-        stack, _, count = line.rpartition(" ")
-        if not stack:
-            continue  # a thread without a Python frame
-        frames = [re.sub(r":\d+\)$", ")", frame) for frame in stack.split(";")]
-        on_top[frames[-1]] += int(count)
-        for frame in set(frames):
-            anywhere[frame] += int(count)
-    samples = on_top.total() or 1
-    return [
-        {"function": frame, "self_share": count / samples, "total_share": anywhere[frame] / samples}
-        for frame, count in on_top.most_common(limit)
-    ]
-
-
-# ------------------------------------------------------------------------------------------------------------- report
-
-
-def report_lines(results: dict[str, Any]) -> list[str]:
-    """`benchmarks/results.md`."""
-    rows = []
-    for each in results["comparison"]:
-
-        def cell(name: str, scale: float, digits: int, each: dict[str, Any] = each) -> str:
-            values = each[name]
-            median, least, most = (f"{values[key] * scale:,.{digits}f}" for key in ("median", "min", "max"))
-            return f"{median} ({least}–{most})"
-
-        cells = (
-            cell("echo_requests_per_s", 1, 0),
-            cell("headrace_requests_per_s", 1, 0),
-            f"**{cell('requests_ratio', 1, 3)}**",
-            cell("echo_p99_s", 1e3, 2),
-            cell("headrace_p99_s", 1e3, 2),
-            cell("p99_ratio", 1, 2),
-        )
-        rows.append(f"| {each['connections']} | {' | '.join(cells)} |")
-    found = results["profile"]
-    stages = " | ".join(f"{seconds * 1e6:,.0f}" for seconds in found["stages_s"].values())
-    facts = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
-    functions = [
-        f"| `{each['function']}` | {each['self_share']:.1%} | {each['total_share']:.1%} |"
-        for each in found.get("functions", [])
-    ]
-    errors = sum(each["errors"] for each in results["comparison"])
-    return [
-        "# Headrace over a bare echo",
-        "",
-        f"Made by `scripts/bench`. A is `headrace serve` with a tabular ONNX model (30 features, {TREES} trees), Open "
-        "Inference Protocol JSON, one row a request; B answers the same bytes from `httptools` and `uvloop` without "
-        "doing anything for them. Both on one core, the generator on another, measured in turn A B A B. Medians of "
-        f"{results['repetitions']} × {results['seconds']:g} s, smallest and largest in brackets. "
-        "Keep the ratios; the rates belong to the machine.",
-        "",
-        "| connections | echo, requests/s | Headrace, requests/s | ratio | echo p99, ms | Headrace p99, ms | ratio |",
-        "|---:|---:|---:|---:|---:|---:|---:|",
-        *rows,
-        "",
-        f"Requests not answered with 200: {errors}. Generator: {results['generator']}. Pinned: {results['pinned']}.",
-        "",
-        "## Where the time goes",
-        "",
-        f"Mean per request at {found['connections']} connections, µs of elapsed time; a batch's run counts for each of "
-        "its requests.",
-        "",
-        "| total | decode | queue | run | respond | worker CPU | rows in a batch |",
-        "|---:|---:|---:|---:|---:|---:|---:|",
-        f"| {found['request_s'] * 1e6:,.0f} | {stages} | {found['cpu_s'] * 1e6:,.0f} | {found['batch_rows']:,.1f} |",
-        "",
-        *(
-            ["| function | on top | on the stack |", "|---|---:|---:|", *functions]
-            if functions
-            else [f"Functions: {found.get('functions_note', 'no samples')}."]
-        ),
-        "",
-        f"Machine: {facts}. Date: {results['date']}.",
-    ]
-
-
-def say(line: str) -> None:
-    """Progress goes to stderr: data is on stdout."""
-    print(line, file=sys.stderr, flush=True)
-
-
-def bench(folder: Path, *, seconds: float, repetitions: int, prefers_wrk: bool) -> dict[str, Any]:
-    """Measure everything.
+class Bench:
+    """One run.
 
     Args:
         folder: For models and scratch files.
-        seconds: Of each measurement.
-        repetitions: Of each pair.
-        prefers_wrk: False takes our own generator even when wrk is there.
+        home: Where environments of peers are kept.
+        plan: Lengths.
+        peers: Names; empty means all.
+        generator: Offers the load.
+        progress: Told what happens.
     """
-    cores = available_cores()
-    server_core, load_core = (cores[0], cores[-1]) if len(cores) > 1 else (None, None)
-    model = save(folder / f"{NAME}.onnx", breast_cancer(TREES))
-    rows, _ = breast_cancer_rows()
-    # Six significant digits, as a caller would send them: a float32 printed in full has up to seventeen.
-    row = rows[:1].astype("f8")
-    body = json_infer_body("X", (row * 1e4).round() / 1e4, datatype="FP32")
-    generator = Generator(body, folder, load_core, prefers_wrk=prefers_wrk)
-    server = ServerProcess(model, folder / "home", "--slo", "p99=50ms", "--workers", "1", "--threads", "1")
-    with pinned_to([server_core] if server_core is not None else cores):
-        server.start()
-    try:
-        with echo_server(raw_answer(server, body), folder, server_core) as echo_port:
-            pairs = measure_pairs(generator, server.http_port, echo_port, seconds=seconds, repetitions=repetitions)
-        found = profile(server, generator, folder)
-    finally:
-        server.stop()
+
+    def __init__(
+        self, folder: Path, home: Path, plan: Plan, peers: Sequence[str], generator: Generator,
+        progress: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.folder, self.home, self.plan, self.wanted = folder, home, plan, peers
+        self.generator, self.say = generator, progress
+        cores = available_cores()
+        self.server_core: int | None = cores[0] if len(cores) > 1 else None
+        self.load_core: int | None = cores[-1] if len(cores) > 1 else None
+        self._count = 0
+
+    def own_folder(self) -> Path:
+        """A fresh one for a server."""
+        self._count += 1
+        return self.folder / f"server-{self._count}"
+
+    # ------------------------------------------------------------------------------------------------------- one core
+
+    def one_core(self, task: Task, *, with_echo: bool = True) -> dict[str, Any]:
+        """Headrace on one core against the echo, binary against JSON, and the profile."""
+        request = task.request("/v2/models/{model}/infer", "oip")
+        flags = ("--workers", "1", "--threads", "1", *SLO)
+        server = ServerProcess(task.model, self.own_folder(), "--name", task.name, *flags)
+        with pinned_to([self.server_core] if self.server_core is not None else available_cores()):
+            server.start()
+        try:
+            spy = self.home / "tools" / "bin" / "py-spy"
+            results: dict[str, Any] = {}
+            if with_echo:
+                status, headers, body = ask(server.http_port, request)
+                if status != 200:
+                    raise RuntimeError(f"the server answered {status}: {body!r}")
+                head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+                answer = f"HTTP/1.1 200 OK\r\n{head}\r\n".encode() + body
+                with self.on_one_core(echo(answer), task) as echo_port:
+                    results["echo"] = summarise(self.pairs(server.http_port, echo_port, request))
+                results["forms"] = self.forms(server.http_port, task)
+            self.say("profile of the worker")
+            found = profile(server, self.generator, request, self.folder, self.load_core, spy if spy.exists() else None)
+            return results | {"profile": found}
+        finally:
+            server.stop()
+
+    @contextmanager
+    def on_one_core(self, contender: Contender, task: Task) -> Iterator[int]:
+        """A server pinned as Headrace is; its port."""
+        cores = None if self.server_core is None else [self.server_core]
+        with running(contender, task, self.own_folder(), cores) as found:
+            yield found.port
+
+    def pairs(self, port: int, echo_port: int, request: Request) -> dict[int, list[tuple[Sample, Sample]]]:
+        """Headrace and echo in turn; by connections, (Headrace, echo) for each repetition."""
+        found: dict[int, list[tuple[Sample, Sample]]] = {connections: [] for connections in CONNECTIONS}
+        for each in (port, echo_port):
+            self.generator.measure(each, request, 16, self.plan.warm_s, self.load_core)
+        for number in range(self.plan.echo_repetitions):
+            for connections in CONNECTIONS:
+                self.say(f"one core, repetition {number + 1}, {connections} connections")
+                ours, theirs = (
+                    self.generator.measure(each, request, connections, self.plan.seconds, self.load_core)
+                    for each in (port, echo_port)
+                )
+                found[connections].append((ours, theirs))
+        return found
+
+    def forms(self, port: int, task: Task) -> dict[str, Any]:
+        """Many rows as JSON and as binary tensors, in turn."""
+        rows = np.repeat(task.json_row, FORM_ROWS, axis=0)
+        binary, headers = binary_infer_body(task.input, rows.astype(np.float32))
+        path = f"/v2/models/{task.name}/infer"
+        requests = {
+            "json": Request(path, json_infer_body(task.input, rows, datatype="FP32")),
+            "binary": Request(path, binary, headers),
+        }
+        samples = self.alternate({name: (port, request) for name, request in requests.items()}, 16, self.load_core)
+        return {"rows": FORM_ROWS, "connections": 16, **_compared(samples, "binary", "json")}
+
+    def alternate(
+        self, servers: dict[str, tuple[int, Request]], connections: int, core: int | None
+    ) -> dict[str, list[Sample]]:
+        """Measure servers that run already, in turn."""
+        samples: dict[str, list[Sample]] = {name: [] for name in servers}
+        for port, request in servers.values():
+            self.generator.measure(port, request, connections, self.plan.warm_s, core)
+        for number in range(self.plan.repetitions):
+            for name, (port, request) in servers.items():
+                self.say(f"{name}, repetition {number + 1}, {connections} connections")
+                samples[name].append(self.generator.measure(port, request, connections, self.plan.seconds, core))
+        return samples
+
+    # ------------------------------------------------------------------------------------------------------ all cores
+
+    def durability(self, task: Task) -> dict[str, Any]:
+        """Strict against buffered records, with the state on the disk that holds the benchmark's cache."""
+        folder = self.home / "disk"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        kind, device = filesystem(folder)
+        sync_s = _sync_s(folder / "probe")
+        request = task.request("/v2/models/{model}/infer", "oip")
+        servers: dict[str, ServerProcess] = {}
+        try:
+            for durability in ("buffered", "strict"):
+                config = folder / f"{durability}.yaml"
+                entry = {
+                    "name": task.name, "path": str(task.model), "slo": "p99=50ms", "records": {"durability": durability}
+                }  # fmt: skip
+                config.write_text(json.dumps({"models": [entry]}))  # JSON is YAML
+                servers[durability] = ServerProcess(config, folder / f"home-{durability}")
+                servers[durability].start()
+            samples = self.alternate({name: (each.http_port, request) for name, each in servers.items()}, 64, None)
+        finally:
+            for each in servers.values():
+                each.stop()
+            shutil.rmtree(folder, ignore_errors=True)
+        return {
+            "filesystem": kind, "device": device, "sync_s": sync_s, "connections": 64,
+            **_compared(samples, "strict", "buffered"),
+        }  # fmt: skip
+
+    def starts(self, contender: Contender, task: Task) -> dict[str, Any]:
+        """Time to the first reply, memory and idle CPU of one server, started several times."""
+        first_s: list[float] = []
+        rss: list[int] = []
+        totals: list[int] = []
+        idle: list[float] = []
+        processes = 0
+        for number in range(self.plan.starts if contender.name == "headrace" else 2):
+            self.say(f"start {number + 1} of {contender.title}")
+            with running(contender, task, self.own_folder()) as found:
+                self.generator.measure(found.port, found.request, 16, 1.0)
+                time.sleep(1.0)
+                before = usage(tree(found.pid))
+                time.sleep(2.0)
+                after = usage(tree(found.pid))
+            first_s.append(found.first_reply_s)
+            rss.append(after.largest_rss_bytes)
+            totals.append(after.total_bytes)
+            idle.append((after.cpu_s - before.cpu_s) / 2.0)
+            processes = after.processes
+        return {
+            "name": contender.name, "variant": contender.variant, "first_reply_s": spread(first_s),
+            "worker_rss_bytes": spread(rss), "total_bytes": totals, "processes": processes, "idle_cpu_share": idle,
+        }  # fmt: skip
+
+    def install_peers(self) -> tuple[list[dict[str, Any]], list[Contender]]:
+        """What became of each peer's installation, and all forms of those that are there."""
+        told, contenders = [], []
+        for peer in read_peers():
+            if self.wanted and peer.name not in self.wanted:
+                continue
+            self.say(f"environment of {peer.title}")
+            file = f"peers/{peer.program.name}"
+            row = {"name": peer.name, "title": peer.title, "file": file, "reason": "", "versions": {}, "installed": {}}
+            try:
+                installed = peer.install(self.home)
+                pinned = [dependency.partition("==")[0] for dependency in peer.dependencies]
+                row |= {"installed": installed, "versions": {name: installed.get(name, "?") for name in pinned}}
+                contenders += peer.contenders(self.home)
+            except (RuntimeError, OSError) as error:
+                row["reason"] = str(error)
+            told.append(row)
+        return told, contenders
+
+    def try_forms(
+        self, task: Task, contenders: Sequence[Contender], numbers: Sequence[int]
+    ) -> tuple[list[dict[str, Any]], dict[int, list[Contender]]]:
+        """A short look at each form of each peer, and per number of connections each peer's best one."""
+        tried: list[dict[str, Any]] = []
+        for contender in contenders:
+            self.say(f"{task.name}: trying {contender.title}, {contender.variant}")
+            rates: dict[str, float] = {}
+            reason = ""
+            try:
+                with running(contender, task, self.own_folder()) as found:
+                    self.generator.measure(found.port, found.request, 16, self.plan.warm_s)
+                    for connections in numbers:
+                        sample = self.generator.measure(found.port, found.request, connections, self.plan.try_s)
+                        if sample.errors:
+                            reason = f"{sample.errors} requests not answered with 200 at {connections} connections"
+                        else:
+                            rates[str(connections)] = sample.requests_per_s
+            except RuntimeError as error:
+                reason = str(error)
+            short = reason.splitlines()[0] if reason else ""
+            tried.append({**_named(contender), "task": task.name, "requests_per_s": rates, "reason": short})
+        best: dict[int, list[Contender]] = {}
+        for connections in numbers:
+            winners: dict[str, tuple[float, Contender]] = {}
+            for contender, row in zip(contenders, tried, strict=True):
+                rate = row["requests_per_s"].get(str(connections), 0.0)
+                if rate > winners.get(contender.name, (0.0, contender))[0]:
+                    winners[contender.name] = (rate, contender)
+            best[connections] = [contender for _, contender in winners.values()]
+        return tried, best
+
+    def side_by_side(self, task: Task, best: dict[int, list[Contender]], yardstick: Contender) -> dict[str, Any]:
+        """Every server in turn, started afresh for each measurement, with all cores."""
+        groups: dict[str, Any] = {}
+        for connections, peers in best.items():
+            contenders = [yardstick, headrace(*SLO, variant="defaults"), *peers]
+            samples: dict[str, list[Sample]] = {each.name: [] for each in contenders}
+            for number in range(self.plan.repetitions):
+                turn = number % len(contenders)
+                for contender in contenders[turn:] + contenders[:turn]:
+                    self.say(f"{task.name}, repetition {number + 1}, {connections} connections: {contender.title}")
+                    with running(contender, task, self.own_folder()) as found:
+                        self.generator.measure(found.port, found.request, connections, self.plan.warm_s)
+                        sample = self.generator.measure(found.port, found.request, connections, self.plan.seconds)
+                    samples[contender.name].append(sample)
+            groups[str(connections)] = {
+                each.name: {
+                    "variant": each.variant, **summary(samples[each.name]),
+                    "samples": [asdict(sample) for sample in samples[each.name]],
+                }
+                for each in contenders
+            }  # fmt: skip
+        return groups
+
+    # ------------------------------------------------------------------------------------------------------ the whole
+
+    def run(self) -> dict[str, Any]:
+        """Measure everything that the plan asks for."""
+        self.say("models")
+        tabular = _task("tabular", self.folder, breast_cancer(TREES), _patient())
+        results = self.one_core(tabular)
+        results["durability"] = self.durability(tabular)
+        results["starts"] = [self.starts(headrace(*SLO, variant="defaults"), tabular)]
+        if not self.plan.has_peers:
+            return results
+        image = np.random.default_rng(0).integers(0, 256, (1, 3, CNN_SIDE, CNN_SIDE)).astype(np.float64)
+        network = _task("cnn", self.folder, cnn(side=CNN_SIDE, channels=CNN_CHANNELS), image)
+        peers, contenders = self.install_peers()
+        with running(headrace(*SLO), tabular, self.own_folder()) as found:
+            status, headers, body = ask(found.port, found.request)
+        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        yardstick = echo(f"HTTP/1.1 {status} OK\r\n{head}\r\n".encode() + body)
+        tried, best = self.try_forms(tabular, contenders, CONNECTIONS)
+        tried_network, best_network = self.try_forms(network, contenders, (16,))
+        servers = {
+            "tabular": self.side_by_side(tabular, best, yardstick),
+            "cnn": self.side_by_side(network, best_network, yardstick),
+        }
+        servers["cnn"]["16"].pop("echo")  # it runs no model
+        results["starts"] += [self.starts(contender, tabular) for contender in best[16]]
+        for peer in peers:
+            if not peer["reason"] and not any(peer["name"] in group for group in servers["tabular"].values()):
+                reasons = [row["reason"] for row in tried if row["name"] == peer["name"]]
+                peer["reason"] = next((reason for reason in reasons if reason), "no form of it answered")
+        once_s = _run_s(network)
+        return results | {
+            "peers": peers,
+            "tried": tried + tried_network,
+            "servers": servers,
+            "tasks": {
+                "tabular": f"30 features, {TREES} trees, one row a request.",
+                "cnn": f"A CNN that takes {once_s * 1e3:.1f} ms a run on one thread here; 3 × {CNN_SIDE} × {CNN_SIDE} "
+                "values in JSON, one image a request.",
+            },
+        }
+
+
+def _named(contender: Contender) -> dict[str, str]:
+    return {"name": contender.name, "variant": contender.variant}
+
+
+def _compared(samples: dict[str, list[Sample]], ours: str, theirs: str) -> dict[str, Any]:
+    raw = {name: [asdict(sample) for sample in each] for name, each in samples.items()}
     return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": machine_facts(),
-        "generator": generator.name,
-        "pinned": f"servers to core {server_core}, generator to core {load_core}" if load_core is not None else "no",
-        "seconds": seconds,
-        "repetitions": repetitions,
-        "comparison": summarise(pairs),
-        "profile": found,
+        **{name: summary(each) for name, each in samples.items()},
+        "ratio": ratios(raw[ours], raw[theirs], "requests_per_s"),
+        "samples": raw,
     }
+
+
+def _patient() -> Array:
+    """One row with the digits a caller would send: a float32 printed in full has up to seventeen."""
+    rows, _ = breast_cancer_rows()
+    rounded: Array = (rows[:1].astype(np.float64) * 1e4).round() / 1e4
+    return rounded
+
+
+def _session(model: Path) -> Any:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    return onnxruntime.InferenceSession(str(model), options)
+
+
+def _task(name: str, folder: Path, model: bytes, json_row: Array) -> Task:
+    path = save(folder / f"{name}.onnx", model)
+    session = _session(path)
+    row = json_row.astype(np.float32)
+    input_name = session.get_inputs()[0].name
+    outputs = [np.ravel(each).astype(np.float64) for each in session.run(None, {input_name: row})]
+    return Task(name, path, input_name, row, json_row, np.concatenate(outputs))
+
+
+def _run_s(task: Task) -> float:
+    """Median time of one run on one thread, seconds."""
+    session = _session(task.model)
+    took_s = []
+    for _ in range(20):
+        began_s = time.perf_counter()
+        session.run(None, {task.input: task.row})
+        took_s.append(time.perf_counter() - began_s)
+    return spread(took_s)["median"]
+
+
+def _sync_s(path: Path) -> float:
+    """Median time of writing 4 kB and waiting until the disk has them, seconds."""
+    took_s = []
+    with open(path, "wb") as file:
+        for _ in range(50):
+            began_s = time.perf_counter()
+            file.write(bytes(4096))
+            file.flush()
+            os.fdatasync(file.fileno())
+            took_s.append(time.perf_counter() - began_s)
+    return spread(took_s)["median"]
+
+
+# ------------------------------------------------------------------------------------------------------------ command
+
+
+@contextmanager
+def progress_on_stderr() -> Iterator[Callable[[str], None]]:
+    """Tells what happens on stderr: one line that changes on a terminal, else a line each. Data is on stdout."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        began_s = time.monotonic()
+        yield lambda text: console.print(f"bench: {time.monotonic() - began_s:5.0f} s  {text}", highlight=False)
+        return
+    columns = (
+        TextColumn("bench"),
+        BarColumn(pulse_style="cyan"),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("", total=None)
+        yield lambda text: progress.update(bar, description=text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of `scripts/bench`."""
-    parser = argparse.ArgumentParser(prog="scripts/bench", description="Headrace over a bare echo of the same bytes.")
-    parser.add_argument("--quick", action="store_true", help="3 repetitions of 2 s instead of 5 of 5 s")
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench", description="Headrace over a bare echo and beside its peers."
+    )
+    parser.add_argument("--quick", action="store_true", help="five minutes, without peers")
+    parser.add_argument("--profile", action="store_true", help="only the profile of a worker by stage, 20 seconds")
+    parser.add_argument("--peers", default="", metavar="A,B", help="these peers only, such as mlserver,litserve")
+    parser.add_argument("--install", action="store_true", help="only make the peers' environments")
     parser.add_argument("--own", action="store_true", help="use our own generator even when wrk is installed")
     parser.add_argument("-o", "--output", choices=["text", "json"], default="text", help="what to print on stdout")
-    parser.add_argument("--folder", type=Path, default=Path("benchmarks"), help="where results.md and .json go")
+    parser.add_argument("--folder", type=Path, help="where results go; benchmarks for a full run, else the cache")
     options = parser.parse_args(arguments)
-    seconds, repetitions = (2.0, 3) if options.quick else (5.0, 5)
+    known = [peer.name for peer in read_peers()]
+    wanted = [name for name in options.peers.split(",") if name]
+    if unknown := sorted(set(wanted) - set(known)):
+        parser.error(f"unknown peer {', '.join(unknown)}; accepted: {', '.join(known)}")
+    home = Path(os.environ.get("HEADRACE_BENCH_HOME") or ROOT / ".bench")
+    is_partial = bool(options.quick or wanted or options.profile)
+    target = options.folder or (home / "last" if is_partial else ROOT / "benchmarks")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: no server stays behind
-    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as name, progress_on_stderr() as say:
+        folder = Path(name)
+        bench = Bench(
+            folder, home, QUICK if options.quick else Plan(), wanted,
+            Generator(folder, prefers_wrk=not options.own), say,
+        )  # fmt: skip
         try:
-            results = bench(Path(folder), seconds=seconds, repetitions=repetitions, prefers_wrk=not options.own)
+            say("environment of py-spy")
+            try:
+                install(home / "tools", TOOLS)
+            except RuntimeError as error:  # optional: the profile then says that it is missing
+                say(str(error))
+            if options.install:
+                sys.stdout.writelines(
+                    f"{peer['title']}: {peer['reason'] or 'ready'}\n" for peer in bench.install_peers()[0]
+                )
+                return 0
+            if options.profile:
+                task = _task("tabular", folder, breast_cancer(TREES), _patient())
+                found = bench.one_core(task, with_echo=False)
+            else:
+                found = bench.run()
         except KeyboardInterrupt:
-            say("bench: stopped")
+            print("bench: stopped", file=sys.stderr)
             return 130
         except RuntimeError as error:
-            say(f"bench: FAILED: {error}")
+            print(f"bench: FAILED: {error}", file=sys.stderr)
             return 1
-    text = "\n".join(report_lines(results)) + "\n"
-    document = json.dumps(results, indent=1) + "\n"
-    options.folder.mkdir(parents=True, exist_ok=True)
-    (options.folder / "results.md").write_text(text)
-    (options.folder / "results.json").write_text(document)
+        results = {
+            "command": " ".join(["scripts/bench", *(sys.argv[1:] if arguments is None else arguments)]),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "took_s": time.monotonic() - began_s,
+            "machine": machine_facts(),
+            "generator": bench.generator.name,
+            "placement": "Nothing was pinned." if bench.load_core is None
+            else f"Servers on core {bench.server_core}, generator on core {bench.load_core}.",
+            "seconds": bench.plan.seconds,
+            "repetitions": bench.plan.repetitions,
+            **found,
+        }  # fmt: skip
+    target.mkdir(parents=True, exist_ok=True)
+    picture = plot(results)
+    if picture is not None:
+        (target / "throughput.svg").write_text(picture)
+        results["plot"] = "throughput.svg"
+    text, document = "\n".join(report_lines(results)) + "\n", json.dumps(results, indent=1) + "\n"
+    (target / "results.md").write_text(text)
+    (target / "results.json").write_text(document)
     sys.stdout.write(document if options.output == "json" else text)
+    print(f"bench: written to {target}", file=sys.stderr)
     return 0
 
 

@@ -112,9 +112,7 @@ class Generator:
         """For the report."""
         return "wrk" if self._wrk else "headrace.drills.load"
 
-    def measure(
-        self, port: int, request: Request, connections: int, seconds: float, core: int | None = None
-    ) -> Sample:
+    def measure(self, port: int, request: Request, connections: int, seconds: float, core: int | None = None) -> Sample:
         """One closed-loop run.
 
         Args:
@@ -138,7 +136,7 @@ class Generator:
         command = [self._wrk, "-t1", f"-c{connections}", f"-d{whole_s}s", "--timeout", "10s", "-s", str(script), url]
         with pinned_to([core] if core is not None else available_cores()):
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        # Its processor time is asked for by waiting for this very process: the sum over all children would mix in others.
+        # Waiting for this very process tells its processor time: the sum over all children would mix in others.
         assert process.stdout is not None
         try:
             output = process.stdout.read()

@@ -80,7 +80,7 @@ class Task:
 
 
 def numbers_in(answer: Any) -> list[float]:
-    """Every number of the outputs in an answer: of `outputs[].data` in the Open Inference Protocol, else of all of it."""
+    """Every number of the outputs in an answer: `outputs[].data` in the Open Inference Protocol, else all there are."""
     if isinstance(answer, dict):
         if "outputs" in answer:
             answer = [output["data"] for output in answer["outputs"]]

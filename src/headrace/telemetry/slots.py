@@ -423,8 +423,8 @@ class SlotValues:
             yield dict(labels), value
 
     def is_alive(self, now_s: float) -> bool:
-        """The worker beat its heart lately; monotonic seconds. It may have done so after `now_s` was read; a time far in
-        the future is from before a reboot."""
+        """The worker beat its heart lately; monotonic seconds. Perhaps after `now_s` was read; a time further
+        in the future is from before a reboot."""
         return self.heartbeat_s > 0 and abs(now_s - self.heartbeat_s) <= ALIVE_S_MAX
 
 
