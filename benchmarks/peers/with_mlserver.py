@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["mlserver==1.7.1", "onnxruntime==1.32.0", "numpy==2.4.6"]
+# dependencies = ["mlserver==1.7.1", "onnxruntime==1.32.0", "numpy==2.4.6", "uvloop==0.21.0"]
 # [tool.headrace]
 # title = "MLServer"
 # path = "/v2/models/{model}/infer"
@@ -12,6 +12,7 @@
 Configured after its pages "Custom Inference Runtimes", "Parallel Inference" and "Adaptive Batching": debug off, one
 inference worker per core or, with `parallel_workers` 0, the model in the HTTP process; batching as its page shows it
 (up to 64 requests) but with a wait of 1 ms, since its 500 ms example would lose every comparison.
+uvloop is held at the version of its time: with 0.22 and newer its inference workers do not start.
 """
 
 import argparse

@@ -56,6 +56,7 @@ def main() -> None:
     wanted = parser.parse_args()
     os.chdir(wanted.folder)
     # Triton's stub must find this very interpreter's library, not the system's of another patch version.
+    os.environ["PYTRITON_HOME"] = wanted.folder
     os.environ["LD_LIBRARY_PATH"] = sysconfig.get_config_var("LIBDIR")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1

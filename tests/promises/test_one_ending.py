@@ -144,7 +144,7 @@ async def test_a_caller_that_leaves_during_the_commit_has_one_record_whose_last_
     changes = {"m": {"records": RecordPolicy(durability="strict")}}
     async with Rig(tmp_path, {"m": lambda rows: rows}, sink=sink, changes=changes) as rig:
         ticket, _ = rig.start("m", [1])
-        while not hasattr(sink, "held"):  # noqa: ASYNC110  # the batch runs on this loop
+        while not hasattr(sink, "held"):  # the batch runs on this loop
             await asyncio.sleep(0)
         rig.pipeline.abandon(ticket)
         sink.go_on(is_on_disk=is_on_disk)

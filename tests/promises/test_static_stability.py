@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from headrace.home import Home
+from headrace.testing import models
 from headrace.testing.server import (
     Caller,
     ServerProcess,
@@ -187,3 +188,31 @@ def test_losing_the_home_folder_while_serving_is_said_and_survived(server: Serve
     assert 200 == ready
     assert metrics['headrace_records_total{outcome="dropped"}'] > 0
     assert [False, False] == [worker["is_recording"] for worker in json.loads(status)["workers"]]
+
+
+def test_a_worker_that_restarts_on_a_version_it_cannot_load_serves_the_last_good_one(tmp_path: Path) -> None:
+    """F7: version 2 is broken and made the default; the running workers keep version 1, and so does one that is killed
+    and starts anew; the index says what is wrong."""
+    folder = tmp_path / "models"
+    models.save(folder / "m" / "1" / "model.onnx", models.identity())
+    (folder / "m" / "2").mkdir(parents=True)
+    (folder / "m" / "2" / "model.onnx").write_bytes(b"not a model")
+    inputs = [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3]}]
+    (tmp_path / "headrace.yaml").write_text(
+        json.dumps({"server": {"workers": 1}, "models": [{"name": "m", "path": str(folder), "default_version": "1"}]})
+    )
+    with ServerProcess(tmp_path / "headrace.yaml", tmp_path / "home") as server:
+        wait_until(lambda: Home(server.home).last_good_id() is not None)
+        subprocess.run(
+            [sys.executable, "-m", "headrace", "model", "alias", "m", "2", "--home", str(server.home)], check=True
+        )
+        wait_until(lambda: Home(server.home).desired_id() != Home(server.home).last_good_id())
+        before = server.infer("m", inputs)
+        (victim,) = server.worker_pids()
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: server.worker_pids() not in ([], [victim]), 20)
+        after = server.infer("m", inputs)
+        _, _, index = server.request("POST", "/v2/repository/index")
+
+    assert [(200, "1"), (200, "1")] == [(status, body["model_version"]) for status, body in (before, after)]
+    assert {"1": "READY", "2": "UNAVAILABLE"} == {entry["version"]: entry["state"] for entry in json.loads(index)}

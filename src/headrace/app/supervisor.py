@@ -434,7 +434,9 @@ class Supervisor:
             return
         child.is_retiring = True
         child.signal(signal.SIGUSR1)
-        self._after(self.settings.drain_s_max + STOP_MARGIN_S, lambda: child.signal(signal.SIGKILL))
+        # Connections that stay silent keep it; SIGTERM has it finish what it holds and close them.
+        self._after(self.settings.drain_s_max, lambda: child.signal(signal.SIGTERM))
+        self._after(2 * self.settings.drain_s_max + STOP_MARGIN_S, lambda: child.signal(signal.SIGKILL))
 
     # ------------------------------------------------------------------------------------------------------- stop
 

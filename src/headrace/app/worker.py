@@ -45,7 +45,7 @@ from headrace.errors import ConfigError, ModelFailed
 from headrace.home import Home, write_atomically
 from headrace.ports import Runtime, RuntimeLoader
 from headrace.report import WorkerReport, WorkerState
-from headrace.snapshot import RuntimeOptions, Snapshot, VersionSpec
+from headrace.snapshot import RuntimeOptions, Snapshot, VersionSpec, make_snapshot
 from headrace.storage.segments import SegmentWriter
 from headrace.telemetry.logs import log, log_unexpected
 from headrace.telemetry.metrics import RecordFold
@@ -56,6 +56,10 @@ RUNTIMES: Final = {"onnx": "headrace.runtimes.onnx", "sleep": "headrace.testing.
 
 TICK_S: Final = 0.25
 """How often a worker looks for a new snapshot, beats its heart and enforces time limits of connections."""
+
+RETRY_S: Final = 30.0
+RETRY_S_MAX: Final = 600.0
+"""First and longest time after which a model that could not be loaded is tried again."""
 
 UNKNOWN_ENDPOINT: Final = "unknown"
 
@@ -88,6 +92,8 @@ class Worker:
         self._started_s = 0.0
         self._last_report: WorkerReport | None = None
         self._unreadable_ids: set[str] = set()
+        self._retry_s = RETRY_S
+        self._retry_at_s = 0.0
         self._reconciling: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._is_closing = False
@@ -172,7 +178,7 @@ class Worker:
         if self._stop.is_set():
             return
         desired = self._home.desired_id()
-        if desired is None or desired == self._pipeline.snapshot_id:
+        if desired is None or (desired == self._pipeline.snapshot_id and not self._is_retry_due()):
             return
         snapshot = self._read_snapshot(desired)
         if snapshot is not None:
@@ -181,7 +187,7 @@ class Worker:
     def _read_snapshot(self, desired: str) -> Snapshot | None:
         """The desired snapshot; while it cannot be read, the last good one (static stability)."""
         for snapshot_id in (desired, self._home.last_good_id()):
-            if snapshot_id is None or snapshot_id == self._pipeline.snapshot_id:
+            if snapshot_id is None or (snapshot_id == self._pipeline.snapshot_id and snapshot_id != desired):
                 continue
             try:
                 return self._home.read_snapshot(snapshot_id)
@@ -191,17 +197,43 @@ class Worker:
                     log("error", "snapshot unreadable", snapshot=snapshot_id, reason=str(error))
         return None
 
+    def _is_retry_due(self) -> bool:
+        """What could not be loaded is tried again, less and less often: the trouble may have been the disk's."""
+        return bool(self._plane.problems()) and self._clock.now_s() >= self._retry_at_s
+
     async def _reconcile(self, snapshot: Snapshot) -> None:
         try:
             await self._plane.reconcile(snapshot)
+            fallback = self._with_last_good(snapshot, self._plane.not_ready())
+            if fallback is not None:
+                await self._plane.reconcile(fallback)
+                await self._plane.reconcile(snapshot)  # keeps what serves now until the desired version can be loaded
         except Exception as error:  # nobody awaits this task
             log_unexpected("reconcile", error)
         self._unreadable_ids.clear()
+        self._retry_s = min(2 * self._retry_s, RETRY_S_MAX) if self._plane.problems() else RETRY_S
+        self._retry_at_s = self._clock.now_s() + self._retry_s
         if not self._plane.is_ready and self._plane.cannot_serve():
             self._exit_code = EXIT_NOTHING_TO_SERVE
             self._write_report()
             self._stop.set()
         self._tick()
+
+    def _with_last_good(self, snapshot: Snapshot, missing: list[str]) -> Snapshot | None:
+        """The snapshot with its unloadable endpoints as they were when last all was warm (static stability); None when
+        that changes nothing."""
+        last_good_id = self._home.last_good_id()
+        if not missing or last_good_id in (None, snapshot.id):
+            return None
+        try:
+            last_good = self._home.read_snapshot(str(last_good_id))
+        except (OSError, ValueError, msgspec.MsgspecError):
+            return None
+        earlier = {spec.name: spec for spec in last_good.endpoints if spec.name in missing}
+        if not earlier:
+            return None
+        log("warning", "serving the last good version", endpoints=sorted(earlier), snapshot=last_good_id)
+        return make_snapshot([earlier.get(spec.name, spec) for spec in snapshot.endpoints])
 
     def _plane_changed(self) -> None:
         self._router.endpoints_changed()
@@ -348,7 +380,6 @@ class Worker:
         # What is still open now ends as abandoned: its connection closes.
         self._front.close_idle()
         self._front.abort_all()
-        self._listener.abort()
         self._front.close()
         # Then the records, because they tell about everything above; then the models; then the counters.
         self._pipeline.close()

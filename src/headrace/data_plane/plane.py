@@ -85,6 +85,14 @@ class Plane:
         """Names of the endpoints that have no warm default version."""
         return [name for name, endpoint in self.endpoints.items() if not endpoint.is_ready]
 
+    def problems(self) -> dict[tuple[str, str], str]:
+        """Endpoint and version → why it could not be loaded."""
+        return {
+            (name, version): problem
+            for name, endpoint in self.endpoints.items()
+            for version, problem in endpoint.problems.items()
+        }
+
     def cannot_serve(self) -> bool:
         """Every endpoint has failed to load: there is nothing to wait for."""
         return bool(self.endpoints) and all(
