@@ -45,10 +45,11 @@ RULES: Final = (
     ("record", r"data_plane/pipeline\.py", "_record", ""),
     ("fold", r"telemetry/(metrics|slots)\.py|data_plane/statistics\.py", "", ""),
     ("respond", r"data_plane/pipeline\.py", "executed|_respond|_send|_assemble", ""),
+    ("other", r"data_plane/pipeline\.py", "", ""),
 )
 
 CONNECTIONS: Final = 16
-PROFILE_S: Final = 6.0
+PROFILE_S: Final = 11.0
 ELAPSED_STAGES: Final = ("decode", "queue", "run", "respond")
 _FRAME: Final = re.compile(r"^(?P<function>.*) \((?P<file>.*):(?P<line>-?\d+)\)$")
 _SOURCE: Final = Path(__file__).resolve().parents[2]

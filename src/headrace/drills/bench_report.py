@@ -12,6 +12,10 @@ from headrace.drills.bench_svg import chart
 
 __all__ = ["PEER_FACTORS", "Verdict", "judge", "plot", "ratios", "report_lines", "summarise"]
 
+TITLES: Final = {
+    "headrace": "Headrace", "echo": "bare echo", "mlserver": "MLServer", "litserve": "LitServe",
+    "kserve": "KServe SDK", "pytriton": "PyTriton", "bentoml": "BentoML",
+}  # fmt: skip
 PEER_FACTORS: Final = {"mlserver": 16.0, "litserve": 25.0, "kserve": 22.0, "pytriton": 15.0}
 """What the acceptance figures ask of Headrace over each of these peers at 16 connections."""
 
@@ -163,8 +167,7 @@ def _over_peer(
 
 
 def _title(results: Mapping[str, Any], name: str) -> str:
-    own = {"headrace": "Headrace", "echo": "bare echo"}
-    return own.get(name) or next((peer["title"] for peer in results.get("peers", ()) if peer["name"] == name), name)
+    return next((peer["title"] for peer in results.get("peers", ()) if peer["name"] == name), TITLES.get(name, name))
 
 
 # --------------------------------------------------------------------------------------------------------------- text
@@ -196,7 +199,7 @@ def report_lines(results: Mapping[str, Any]) -> list[str]:
         "",
         "## Acceptance figures",
         "",
-        *_verdict_table(judge(results)),
+        *_verdict_table([each for each in judge(results) if results.get("echo") or each.measured is not None]),
     ]
     if results.get("plot"):
         lines += [f"![Requests per second of every server]({results['plot']})", ""]
@@ -393,12 +396,12 @@ def _method_lines(results: Mapping[str, Any]) -> list[str]:
         "default: validation, deadline-aware batching, metrics, buffered records. A peer speaks the Open Inference "
         "Protocol where it can, else its own JSON with the same numbers. Side by side, every server is started afresh "
         "for each measurement, has all cores as it would be deployed, and shares them with the generator, which costs "
-        "the fastest server most; the order rotates between repetitions. wrk is a closed loop: its latencies compare servers, they "
-        "are no user's.", "",
+        "the fastest server most; the order rotates between repetitions. wrk is a closed loop: its latencies compare "
+        "servers, they are no user's.", "",
         *peers, *([""] if peers else []),
         f"Again: `scripts/bench` ({results['repetitions']} repetitions of {results['seconds']:g} s; more for the "
-        "echo); `--quick` without peers; `--peers mlserver,litserve` for some. The raw figures are in `results.json` beside "
-        "this page.",
+        "echo); `--quick` without peers; `--peers mlserver,litserve` for some. The raw figures are in `results.json` "
+        "beside this page.",
     ]  # fmt: skip
 
 

@@ -14,7 +14,8 @@ TOP: Final = 66
 STYLE: Final = """
 text { font: 12px system-ui, sans-serif; fill: #1f2933 } .title { font-size: 16px; font-weight: 600 }
 .quiet { fill: #616e7c } .value { font-variant-numeric: tabular-nums }
-.line { stroke: #e4e7eb } .whisker { stroke: #1f2933 } .bar { fill: #9aa5b1 } .ours { fill: #0b7285 } .echo { fill: #d9dee4 }
+.line { stroke: #e4e7eb } .whisker { stroke: #1f2933 }
+.bar { fill: #9aa5b1 } .ours { fill: #0b7285 } .echo { fill: #d9dee4 }
 @media (prefers-color-scheme: dark) { text { fill: #e4e7eb } .quiet { fill: #9aa5b1 } .line { stroke: #3e4c59 }
 .whisker { stroke: #e4e7eb } .ours { fill: #3bc9db } .echo { fill: #52606d } .bar { fill: #7b8794 } }
 """
