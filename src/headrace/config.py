@@ -5,20 +5,34 @@
 
     defaults  <  headrace.yaml (or .toml)  <  HEADRACE_<NAME>  <  flags
 
-`load` merges the four, remembers where each value came from, and reports every problem at once. The file is one
-thing although it is long: what a setting is, how its text is read and who may set it must not drift apart.
+`load` merges the four, remembers where each value came from, and reports every problem at once. How the text of one
+value is read is in `config_values.py`, how a file is read in `config_file.py`. It is long
+because the table is here: who may set what must not drift apart from how it is merged.
 """
 
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 
+from headrace.config_file import Lines, read_file
+from headrace.config_values import (
+    PartError,
+    Unit,
+    closest,
+    entry_value,
+    nearest,
+    parse_bytes,
+    parse_seconds,
+    parse_slo,
+    read_value,
+    valid_name,
+)
 from headrace.errors import ConfigError
 from headrace.snapshot import (
     BatchingPolicy,
@@ -29,7 +43,23 @@ from headrace.snapshot import (
     Slo,
 )
 
-Unit = Literal["", "seconds", "bytes", "requests", "connections", "levels", "threads", "processes"]
+__all__ = [
+    "BY_NAME",
+    "SETTINGS",
+    "Configuration",
+    "ModelEntry",
+    "Setting",
+    "Settings",
+    "divide_cores",
+    "flag_name",
+    "home_folder",
+    "load",
+    "nearest",
+    "parse_bytes",
+    "parse_seconds",
+    "parse_slo",
+    "usable_cores",
+]
 
 CONFIG_NAMES: Final = ("headrace.yaml", "headrace.yml", "headrace.toml")
 
@@ -83,6 +113,14 @@ class Setting:
     @property
     def default(self) -> Any:
         return getattr(Settings(), self.name)
+
+    def read(self, value: object) -> Any:
+        """Read one value from a file, the environment or a flag.
+
+        Raises:
+            ValueError: With the value seen and what is accepted.
+        """
+        return read_value(value, kind=type(self.default), unit=self.unit, least=self.least, most=self.most)
 
 
 SETTINGS: Final[tuple[Setting, ...]] = (
@@ -200,193 +238,6 @@ class Configuration:
     notices: tuple[str, ...] = ()
 
 
-# ---------------------------------------------------------------------------------------------- reading one value
-
-_SECONDS: Final = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_BYTES: Final = {
-    "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
-    "ki": 2**10, "kib": 2**10, "mi": 2**20, "mib": 2**20, "gi": 2**30, "gib": 2**30, "ti": 2**40, "tib": 2**40,
-}  # fmt: skip
-_QUANTITY: Final = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Zµ]*)\s*")
-
-
-def parse_seconds(text: str) -> float:
-    """Read `50ms`, `2s`, `1.5m` or a plain number of seconds.
-
-    Raises:
-        ValueError: With what is accepted.
-    """
-    return _quantity(text, {"": 1.0, **_SECONDS}, "a duration such as 50ms, 2s or 1.5m")
-
-
-def parse_bytes(text: str) -> int:
-    """Read `64MiB`, `10MB`, `512k` or a plain number of bytes.
-
-    Raises:
-        ValueError: With what is accepted.
-    """
-    return int(_quantity(text, {"": 1, **_BYTES}, "a size such as 64MiB, 10MB or a number of bytes"))
-
-
-def _quantity(text: str, factors: Mapping[str, float], accepted: str) -> float:
-    match = _QUANTITY.fullmatch(text)
-    factor = factors.get(match[2].lower()) if match else None
-    if match is None or factor is None:
-        raise ValueError(f"{text!r} is not {accepted}")
-    return float(match[1].replace("_", "")) * factor
-
-
-def parse_slo(text: str) -> Slo:
-    """Read `p99=50ms` or `p99.9=1s`.
-
-    Raises:
-        ValueError: With what is accepted.
-    """
-    match = re.fullmatch(r"\s*p([0-9]{1,2}(?:\.[0-9]+)?)\s*[=<]\s*(\S+)\s*", text)
-    accepted = "a quantile and a duration, such as p99=50ms or p99.9=1s"
-    if match is None:
-        raise ValueError(f"{text!r} is not {accepted}")
-    try:
-        threshold_s = parse_seconds(match[2])
-    except ValueError:
-        raise ValueError(f"{text!r} is not {accepted}") from None
-    quantile = float(match[1]) / 100
-    if not 0 < quantile < 1 or not 0 < threshold_s < 86_400:
-        raise ValueError(f"{text!r} is out of range; accepted: above p0, and more than 0 s but less than a day")
-    return Slo(quantile=round(quantile, 9), threshold_s=threshold_s)
-
-
-def read_value(setting: Setting, value: object) -> Any:
-    """Read one value from a file, the environment or a flag.
-
-    Raises:
-        ValueError: With the value seen and what is accepted.
-    """
-    kind = type(setting.default)
-    if kind is str:
-        if not isinstance(value, str):
-            raise ValueError(f"{value!r} is not text")
-        return value
-    number = _number(setting, value)
-    if kind is int and number != int(number):
-        raise ValueError(f"{value!r} is not a whole number")
-    if (setting.least is not None and number < setting.least) or (setting.most is not None and number > setting.most):
-        raise ValueError(f"{value!r} is out of range; accepted: {setting.least:g} to {setting.most:,.15g}")
-    return kind(number)
-
-
-def _number(setting: Setting, value: object) -> float:
-    # bool is an int in Python; `workers: yes` must not mean one worker.
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if value != value:
-            raise ValueError("nan is not a number that can be used")
-        return value
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not a number")
-    if setting.unit == "seconds":
-        return parse_seconds(value)
-    if setting.unit == "bytes":
-        return parse_bytes(value)
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError(f"{value!r} is not a whole number") from None
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """A ` (did you mean …?)` for an unknown word; empty when nothing is close."""
-    close = _close(word, known, 0.6)
-    return f" (did you mean {close!r}?)" if close else ""
-
-
-def _close(word: str, known: Iterable[str], cutoff: float) -> str:
-    import difflib  # only mistakes need it
-
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), "")
-
-
-# ------------------------------------------------------------------------------------------------ reading the file
-
-
-class _Lines:
-    """Lines of a file by key path; YAML says them, TOML is searched."""
-
-    def __init__(self, name: str, lines: dict[tuple[str | int, ...], int]) -> None:
-        self.name = name
-        self._lines = lines
-
-    def at(self, *path: str | int) -> str:
-        """`headrace.yaml:3`, or just the name when the line is not known."""
-        line = self._lines.get(path)
-        return self.name if line is None else f"{self.name}:{line}"
-
-
-def _read_file(path: Path) -> tuple[dict[str, Any], _Lines]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{path}: cannot be read: {error}; accepted: a YAML or TOML file"]) from error
-    content, lines = _parse_toml(path, text) if path.suffix == ".toml" else _parse_yaml(path, text)
-    if content is None:
-        content = {}
-    if not isinstance(content, dict):
-        raise ConfigError(
-            [f"{path.name}: holds a {type(content).__name__}; accepted: a mapping with `server:` and `models:`"]
-        )
-    return content, lines
-
-
-def _parse_yaml(path: Path, text: str) -> tuple[Any, _Lines]:
-    import yaml  # late: 30 ms that only those with a file pay
-
-    lines: dict[tuple[str | int, ...], int] = {}
-    repeated: list[str] = []
-
-    def walk(node: yaml.Node, at: tuple[str | int, ...]) -> None:
-        lines.setdefault(at, node.start_mark.line + 1)
-        if isinstance(node, yaml.MappingNode):
-            for key, value in node.value:
-                place = (*at, str(key.value))
-                if place in lines:
-                    repeated.append(f"{path.name}:{key.start_mark.line + 1}: {key.value} is given twice; keep one")
-                lines[place] = key.start_mark.line + 1
-                walk(value, place)
-        elif isinstance(node, yaml.SequenceNode):
-            for index, value in enumerate(node.value):
-                walk(value, (*at, index))
-
-    loader = yaml.SafeLoader(text)
-    try:
-        node = loader.get_single_node()
-        if node is not None:
-            walk(node, ())
-        content = loader.construct_document(node) if node is not None else None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = path.name if mark is None else f"{path.name}:{mark.line + 1}"
-        raise ConfigError([f"{place}: is not YAML: {getattr(error, 'problem', None) or error}"]) from error
-    finally:
-        loader.dispose()
-    if repeated:
-        raise ConfigError(repeated)
-    return content, _Lines(path.name, lines)
-
-
-def _parse_toml(path: Path, text: str) -> tuple[Any, _Lines]:
-    import tomllib
-
-    try:
-        content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError([f"{path.name}: is not TOML: {error}"]) from error
-    # tomllib keeps no positions; the first line that starts with the key is right for all but exotic files.
-    lines: dict[tuple[str | int, ...], int] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
-        if match := re.match(r"\s*([\w-]+)\s*=", line):
-            lines.setdefault(("server", match[1]), number)
-    return content, _Lines(path.name, lines)
-
-
 # ----------------------------------------------------------------------------------------------------- the loader
 
 
@@ -402,7 +253,7 @@ class _Merge:
     def take(self, setting: Setting, value: object, place: str, label: str) -> None:
         """Read one value; a wrong one becomes a problem at its place."""
         try:
-            self.values[setting.name] = read_value(setting, value)
+            self.values[setting.name] = setting.read(value)
             self.origins[setting.name] = place
         except ValueError as error:
             self.problems.append(f"{place}: {label}: {error}" if label != place else f"{place}: {error}")
@@ -440,7 +291,7 @@ def load(
     file, model_path = _which_file(source, config or environment.get("HEADRACE_CONFIG"), folder)
     entries: list[ModelEntry] = []
     if file is not None:
-        content, lines = _read_file(file)
+        content, lines = read_file(file)
         _take_file(merge, content, lines)
         entries = _entries(merge, content.get("models"), lines, file.parent)
     _take_environment(merge, environment)
@@ -498,7 +349,7 @@ def _which_file(source: str | None, config: str | None, folder: Path) -> tuple[P
     return None, model_path
 
 
-def _take_file(merge: _Merge, content: dict[str, Any], lines: _Lines) -> None:
+def _take_file(merge: _Merge, content: dict[str, Any], lines: Lines) -> None:
     for key in content:
         if key not in ("server", "models"):
             hint = nearest(str(key), ["server", "models", *BY_NAME])
@@ -527,12 +378,12 @@ def _take_environment(merge: _Merge, environment: Mapping[str, str]) -> None:
         # Kubernetes puts HEADRACE_PORT=tcp://… and HEADRACE_SERVICE_PORT… into every pod beside a Service named
         # headrace; only what looks like a slip of the pen is a problem, the rest belongs to somebody else.
         elif "://" not in value and "_service_" not in f"_{name}_" and not re.search(r"port_\d+_", name):
-            close = _close(name, BY_NAME, 0.8)
+            close = closest(name, BY_NAME, 0.8)
             if close:
                 merge.problems.append(f"{key}: unknown setting (did you mean HEADRACE_{close.upper()}?)")
 
 
-def _entries(merge: _Merge, models: object, lines: _Lines, folder: Path) -> list[ModelEntry]:
+def _entries(merge: _Merge, models: object, lines: Lines, folder: Path) -> list[ModelEntry]:
     if models is None:
         return []
     if not isinstance(models, list):
@@ -552,18 +403,9 @@ def _entries(merge: _Merge, models: object, lines: _Lines, folder: Path) -> list
 
 
 _ENTRY_KEYS: Final = tuple(name for name in ModelEntry.__struct_fields__ if name != "origin")
-_ENTRY_TYPES: Final[dict[str, Any]] = {
-    "contract": Contract,
-    "records": RecordPolicy,
-    "batching": BatchingPolicy,
-    "runtime": RuntimeOptions,
-    "nonfinite": NonFinitePolicy,
-    "labels": tuple[str, ...],
-    "name": str,
-}
 
 
-def _entry(merge: _Merge, raw: object, lines: _Lines, index: int, folder: Path) -> ModelEntry | None:
+def _entry(merge: _Merge, raw: object, lines: Lines, index: int, folder: Path) -> ModelEntry | None:
     place = lines.at("models", index)
     if isinstance(raw, str):
         raw = {"path": raw}
@@ -574,61 +416,17 @@ def _entry(merge: _Merge, raw: object, lines: _Lines, index: int, folder: Path) 
     values: dict[str, Any] = {"origin": place}
     for key, value in raw.items():
         try:
-            values[key] = _entry_value(str(key), value, folder)
+            values[key] = entry_value(str(key), value, folder)
         except KeyError:
             merge.problems.append(
                 f"{lines.at('models', index, str(key))}: unknown key {key!r}{nearest(str(key), _ENTRY_KEYS)}"
             )
-        except (ValueError, msgspec.ValidationError) as error:
-            merge.problems.append(f"{lines.at('models', index, str(key))}: {key}: {_readable(str(key), error)}")
+        except ValueError as error:
+            path = error.path if isinstance(error, PartError) else ()
+            merge.problems.append(f"{lines.at('models', index, str(key), *path)}: {key}: {error}")
     if "path" not in raw:
         merge.problems.append(f"{place}: models[{index}] has no path; accepted: path: of a model file or folder")
     return ModelEntry(**values) if len(merge.problems) == before else None
-
-
-def _entry_value(key: str, value: object, folder: Path) -> Any:
-    if key == "path":
-        if not isinstance(value, str) or not value:
-            raise ValueError(f"{value!r} is not a path")
-        return str((folder / Path(value).expanduser()).absolute())
-    if key == "slo":
-        if not isinstance(value, str):
-            raise ValueError(f"{value!r} is not an objective such as p99=50ms")
-        return parse_slo(value)
-    if key in ("version", "default_version"):
-        # `version: 3` is a number in YAML and a name to us; 1.10 would already have lost its zero.
-        if isinstance(value, bool | float) or not isinstance(value, str | int):
-            raise ValueError(f"{value!r} is not a version; put it in quotes")
-        if value != "" and not valid_name(str(value).removeprefix("_")):
-            raise ValueError(f"{value!r} is not a version; accepted: letters, digits, - _ . and no /")
-        return str(value)
-    if key == "name" and isinstance(value, str) and not valid_name(value):
-        raise ValueError(f"{value!r} is not a name; accepted: letters, digits, - _ . and no /")
-    if key == "batching" and isinstance(value, dict) and isinstance(value.get("delay_s"), str):
-        value = {**value, "delay_s": parse_seconds(value["delay_s"])}
-    return msgspec.convert(value, _ENTRY_TYPES[key])
-
-
-def valid_name(name: str) -> bool:
-    """True when the name can stand in a URL path and in a metric label without quoting."""
-    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name) is not None
-
-
-def _readable(key: str, error: Exception) -> str:
-    """Turn msgspec's `Expected `int`, got `str` - at `$.fields[0].min`` into the path a reader of the file knows."""
-    text = str(error)
-    if match := re.fullmatch(r"(.*?)(?: - at `\$\.?(.*)`)?", text, re.S):
-        text = match[1].replace("`", "") + (f" at {key}.{match[2]}" if match[2] else "")
-        if unknown := re.search(r"unknown field (\S+)", match[1]):
-            text += nearest(unknown[1].strip("`"), _known_fields(key))
-    return text
-
-
-def _known_fields(key: str) -> Iterable[str]:
-    from headrace.snapshot import FieldContract, InputContract
-
-    kinds = [_ENTRY_TYPES[key], *((InputContract, FieldContract) if key == "contract" else ())]
-    return [name for kind in kinds for name in kind.__struct_fields__]
 
 
 def _with_flags(merge: _Merge, entries: list[ModelEntry], name: str, slo: str) -> list[ModelEntry]:
@@ -651,6 +449,7 @@ def _with_flags(merge: _Merge, entries: list[ModelEntry], name: str, slo: str) -
 def _check_together(merge: _Merge) -> None:
     """Rules that concern two settings."""
     settings = Settings(**merge.values)
+    before = len(merge.problems)
     if bool(settings.tls_cert) != bool(settings.tls_key):
         given, missing = ("tls_cert", "tls_key") if settings.tls_cert else ("tls_key", "tls_cert")
         merge.problems.append(f"{merge.origins[given]}: {given} is set without {missing}; accepted: both or neither")
@@ -658,9 +457,26 @@ def _check_together(merge: _Merge) -> None:
         path = getattr(settings, name)
         if path and not os.access(path, os.R_OK):
             merge.problems.append(f"{merge.origins[name]}: {name}: {path!r} cannot be read; accepted: a PEM file")
+    if settings.tls_cert and settings.tls_key and len(merge.problems) == before:
+        _check_certificate(merge, settings)
     if settings.http_port == settings.admin_port != 0:
         merge.problems.append(
             f"{merge.origins['admin_port']}: admin_port: {settings.admin_port} is http_port too; accepted: another port"
+        )
+
+
+def _check_certificate(merge: _Merge, settings: Settings) -> None:
+    import ssl  # 20 ms that only those with a certificate pay
+
+    try:
+        # An empty password makes an encrypted key an error here instead of a question on some worker's terminal.
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+            settings.tls_cert, settings.tls_key, password=""
+        )
+    except (OSError, ValueError) as error:
+        merge.problems.append(
+            f"{merge.origins['tls_cert']}: tls_cert {settings.tls_cert!r} and tls_key {settings.tls_key!r} do not fit "
+            f"together: {error}; accepted: a certificate chain and its unencrypted key, both PEM"
         )
 
 

@@ -4,17 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config import (
-    SETTINGS,
-    Settings,
-    divide_cores,
-    home_folder,
-    load,
-    parse_bytes,
-    parse_seconds,
-    parse_slo,
-    usable_cores,
-)
+from headrace.config import SETTINGS, Setting, Settings, divide_cores, home_folder, load, usable_cores
+from headrace.config_values import parse_bytes, parse_seconds, parse_slo, show_value
 from headrace.errors import ConfigError
 from headrace.snapshot import Slo
 
@@ -71,6 +62,31 @@ def test_sizes_and_durations_are_read_with_their_units(tmp_path: Path) -> None:
     assert 0.5 == settings.header_s_max
     assert 64 * 2**20 == parse_bytes("64Mi") == parse_bytes(str(64 * 2**20))
     assert 0.05 == pytest.approx(parse_seconds("50ms"))
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=[setting.name for setting in SETTINGS])
+def test_a_value_that_is_shown_can_be_typed(setting: Setting) -> None:
+    """`64 MiB` on the screen is `64 MiB` in the file (L6)."""
+    assert setting.default == setting.read(show_value(setting.default, setting.unit))
+
+
+def test_sizes_and_durations_are_shown_in_the_largest_unit_that_fits() -> None:
+    """Nobody counts the digits of 67108864 (L6)."""
+    sizes = [show_value(value, "bytes") for value in (0, 1000, 16 * 2**10, 64 * 2**20, 2**50)]
+
+    assert ["0", "1000", "16 KiB", "64 MiB", "1024 TiB"] == sizes
+    assert ["0 s", "50 ms", "75 s"] == [show_value(value, "seconds") for value in (0.0, 0.05, 75.0)]
+
+
+def test_a_number_that_is_none_says_what_is_accepted(tmp_path: Path) -> None:
+    """What was seen, and the bounds in the unit of the setting (L6)."""
+    found = problems(tmp_path, flags={"workers": "two", "body_bytes_max": "4GiB", "idle_s_max": "0"})
+
+    assert [
+        "--workers: 'two' is not a whole number; accepted: 0 to 256",
+        "--body-bytes-max: '4GiB' is out of range; accepted: 1 KiB to 2 GiB",
+        "--idle-s-max: '0' is out of range; accepted: 100 ms to 86400 s",
+    ] == found
 
 
 def test_all_problems_are_reported_at_once_with_line_value_and_nearest_key(tmp_path: Path) -> None:
@@ -172,6 +188,53 @@ def test_a_wrong_contract_names_the_place_inside_it(tmp_path: Path) -> None:
     assert "durability" in found[1]
 
 
+def test_a_wrong_part_says_its_line_its_value_and_what_is_accepted(tmp_path: Path) -> None:
+    """The words of the file, not of a library (P3)."""
+    write(
+        tmp_path,
+        "models:\n"
+        "  - path: a.onnx\n"
+        "    labels: setosa\n"
+        "    contract:\n"
+        "      inputs:\n"
+        "        X: {min: 0}\n"
+        "        Y:\n"
+        "          min: a\n"
+        "    records:\n"
+        "      durability: always\n"
+        "    batching: {rows_max: 0}\n"
+        "  - path: b.onnx\n"
+        "    records:\n"
+        "      payload_rate: 5\n"
+        "    contract:\n"
+        "      inputs:\n"
+        "        X:\n"
+        "          fields:\n"
+        "            - {name: age, mni: 0}\n",
+    )
+
+    found = problems(tmp_path)
+
+    assert [
+        "headrace.yaml:3: labels: 'setosa'; accepted: a list of text",
+        "headrace.yaml:8: contract: inputs.Y.min is 'a'; accepted: a number",
+        "headrace.yaml:10: records: durability is 'always'; accepted: buffered, strict",
+        "headrace.yaml:11: batching: rows_max is 0; accepted: 1 to 1,048,576",
+        "headrace.yaml:14: records: payload_rate is 5; accepted: 0 to 1",
+        "headrace.yaml:19: contract: inputs.X.fields[0] has an unknown key 'mni' (did you mean 'min'?); "
+        "accepted: name, index, min, max, categories, required, default",
+    ] == found
+
+
+def test_a_configuration_file_that_is_missing_is_said_plainly(tmp_path: Path) -> None:
+    """The path once, no errno (L6)."""
+    path = tmp_path / "other.yaml"
+
+    assert [f"{path}: cannot be read: No such file or directory; accepted: a YAML or TOML file"] == problems(
+        tmp_path, source="other.yaml"
+    )
+
+
 def test_a_key_that_is_given_twice_is_a_problem(tmp_path: Path) -> None:
     """YAML would silently take the last (L6)."""
     write(tmp_path, "server:\n  workers: 1\n  workers: 2\n")
@@ -233,6 +296,18 @@ def test_a_certificate_needs_its_key(tmp_path: Path) -> None:
         next(part for part in ("tls_cert is set without tls_key", "cannot be read", "is http_port too") if part in text)
         for text in found
     ]
+
+
+def test_a_certificate_that_does_not_fit_its_key_is_found_before_a_worker_starts(tmp_path: Path) -> None:
+    """One problem, not one per worker (C1)."""
+    write(tmp_path, "no certificate", "cert.pem")
+    write(tmp_path, "no key", "key.pem")
+
+    found = problems(tmp_path, flags={"tls_cert": str(tmp_path / "cert.pem"), "tls_key": str(tmp_path / "key.pem")})
+
+    assert 1 == len(found), found
+    assert "do not fit together" in found[0]
+    assert "accepted: a certificate chain and its unencrypted key" in found[0]
 
 
 def test_the_home_comes_from_flag_then_environment_then_working_folder(tmp_path: Path) -> None:

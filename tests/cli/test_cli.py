@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import resource
 import subprocess
 import sys
@@ -12,11 +13,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from msgspec.structs import fields
 
 import headrace
 from headrace.app.screen import start_lines
-from headrace.config import SETTINGS, Settings
+from headrace.cli.main import COMMANDS
+from headrace.cli.records import record_line
+from headrace.config import SETTINGS, Settings, usable_cores
 from headrace.home import Home
+from headrace.records import Record
 from headrace.report import ReplicaReport, WorkerReport
 from headrace.snapshot import EndpointSpec, VersionSpec, make_snapshot
 from headrace.types import ReplicaState
@@ -116,6 +121,15 @@ def test_the_help_of_every_command_has_an_example_and_fits(command: str, tmp_pat
     assert 0 == done.returncode
     assert f"headrace {command}" in done.stdout.split("For example:")[1]
     assert max(len(line) for line in done.stdout.splitlines()) <= 80
+    assert [] == [line for line in done.stdout.splitlines() if line != line.rstrip()]
+    assert "[ARGS]" not in done.stdout
+
+
+def test_help_lists_the_commands_in_the_order_in_which_they_are_met(tmp_path: Path) -> None:
+    """`serve` first, not last but two (L6)."""
+    lines = run("--help", folder=tmp_path).stdout.partition("Commands:\n")[2].splitlines()
+
+    assert [name for name, _, _ in COMMANDS] == [line.split()[0] for line in lines[: len(COMMANDS)]]
 
 
 def test_serve_has_a_flag_for_every_setting(tmp_path: Path) -> None:
@@ -129,12 +143,18 @@ def test_serve_has_a_flag_for_every_setting(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "seen", "hint"),
     [
-        (("serve", "--wrokers", "2"), "--wrokers. Did you mean --workers?", "--help"),
-        (("serv",), 'Did you mean "serve"?', "--help"),
+        (("serve", "--wrokers", "2"), "--wrokers. Did you mean --workers?", "headrace serve --help"),
+        (("serv",), "no command 'serv' (did you mean 'serve'?); accepted: serve, predict", "headrace --help"),
         (("serve",), "no model is named", "headrace serve model.onnx"),
-        (("serve", "model.onnx", "--workers", "many"), "--workers: 'many' is not a whole number", "config explain"),
-        (("serve", "model.onnx", "--slo", "fast"), "p99=50ms", "config explain"),
-        (("config", "explain", "--idle-s-max", "0"), "out of range", "config explain"),
+        (("serve", "model.onnx", "--workers", "many"), "--workers: 'many' is not a whole number", "serve --help"),
+        (("serve", "model.onnx", "--slo", "fast"), "p99=50ms", "serve --help"),
+        (("config", "explain", "--idle-s-max", "0"), "out of range", "serve --help"),
+        (("get", "models"), "headrace get has no command 'models'; accepted: endpoints", "headrace get --help"),
+        (("--home", "x", "get"), "--home stands before the command; accepted: after it", "headrace --help"),
+        (("serve", "my", "model.onnx"), "cannot use 'model.onnx'; quote a name", "headrace serve --help"),
+        (("predict", "iris"), "headrace predict needs --data: JSON, @FILE", "headrace predict --help"),
+        (("predict",), "headrace predict needs ENDPOINT", "headrace predict --help"),
+        (("records", "tail", "--count", "ten"), "--count is 'ten'; accepted: a whole number", "records tail --help"),
     ],
 )
 def test_a_wrong_command_line_says_what_was_seen_and_what_is_accepted(
@@ -154,8 +174,33 @@ def test_a_model_file_that_is_missing_is_said_in_one_line(tmp_path: Path) -> Non
     done = run("serve", "nothing.onnx", folder=tmp_path)
 
     assert 1 == done.returncode
-    assert "nothing.onnx does not exist" in done.stderr
+    assert "nothing.onnx does not exist; accepted: an .onnx file" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_model_file_that_is_missing_names_the_one_that_is_meant(tmp_path: Path) -> None:
+    """The next step can be pasted (L1)."""
+    (tmp_path / "my models").mkdir()
+    (tmp_path / "my models" / "iris.onnx").write_bytes(b"")
+
+    typo = run("serve", "my models/irs.onnx", folder=tmp_path)
+    far = run("serve", "my models/quite-another.onnx", folder=tmp_path)
+
+    assert "hint: headrace serve 'my models/iris.onnx'" in typo.stderr
+    assert f"hint: {tmp_path / 'my models'} has iris.onnx" in far.stderr
+
+
+def test_a_pickle_gets_its_hint_on_a_line_of_its_own(tmp_path: Path) -> None:
+    """The most common wrong file, and a line to paste (L1)."""
+    (tmp_path / "model.pkl").write_bytes(pickle.dumps({"coef": [1.0, 2.0]}, protocol=4))
+
+    done = run("serve", "model.pkl", folder=tmp_path)
+
+    assert 1 == done.returncode
+    assert "is a Python pickle" in done.stderr
+    hints = [line for line in done.stderr.splitlines() if line.startswith("hint: ")]
+    assert 1 == len(hints), hints
+    assert "skl2onnx: to_onnx(" in hints[0]
 
 
 def test_a_home_that_cannot_be_written_names_the_variable(tmp_path: Path) -> None:
@@ -211,8 +256,11 @@ def test_predict_takes_rows_in_every_common_form(text: str, server: str, tmp_pat
         ("iris", "[1, 2", 2, "is not JSON at line 1"),
         ("iris", "[[1, 2], [3]]", 2, "ragged"),
         ("iris", '{"Y": [1]}', 2, "no input 'Y'; it has: X"),
-        ("iris", "@nothing.json", 2, "nothing.json cannot be read"),
-        ("rose", "[1]", 1, "answered 404 (unknown_model): no endpoint is named that"),
+        ("iris", "@nothing.json", 2, "'nothing.json' cannot be read: No such file"),
+        ("iris", "[NaN, 1, 2, 3]", 2, "--data holds NaN, which JSON cannot carry; accepted: finite numbers"),
+        ("iris", "[1e999, 1, 2, 3]", 2, "--data holds 1e999, which JSON cannot carry"),
+        ("", "[1]", 2, "names no endpoint"),
+        ("rose", "[1]", 1, "answered 404 (unknown_model) to 'rose': no endpoint is named that"),
     ],
 )
 def test_predict_says_what_is_wrong(
@@ -224,6 +272,13 @@ def test_predict_says_what_is_wrong(
     assert status == done.returncode
     assert "" == done.stdout
     assert seen in done.stderr
+
+
+def test_predict_takes_an_address_as_people_write_it(server: str, tmp_path: Path) -> None:
+    """`localhost:8080`, as with curl (P1)."""
+    done = run("predict", "iris", "--data", "[1, 2, 3, 4]", "--url", server.removeprefix("http://"), folder=tmp_path)
+
+    assert 0 == done.returncode, done.stderr
 
 
 def test_predict_without_a_server_says_how_to_start_one(tmp_path: Path) -> None:
@@ -300,6 +355,55 @@ def test_alias_changes_the_default_that_list_shows(tmp_path: Path) -> None:
     assert "it has: 1, 2" in wrong.stderr
 
 
+def test_paths_below_the_working_folder_are_shown_short_enough_to_copy(tmp_path: Path) -> None:
+    """A path that is broken over two lines cannot be pasted (L1)."""
+    home = Home(tmp_path / ".headrace")
+    home.prepare()
+    path = str(tmp_path / "models" / "flowers" / "10" / "model.onnx")
+    versions = (VersionSpec(version="10", path=path, digest="sha256:" + "0" * 64),)
+    home.write_snapshot(make_snapshot([EndpointSpec(name="m", model="m", versions=versions, default_version="10")]))
+
+    shown = run("model", "list", folder=tmp_path).stdout
+
+    assert "models/flowers/10/model.onnx" == shown.splitlines()[1].split()[-1]
+
+
+def test_a_record_is_a_line_with_its_code_and_the_end_of_its_id() -> None:
+    """Why, and which: within 80 columns (O1)."""
+    blank = {field.name: field.type() if field.type in (str, int, float) else None for field in fields(Record)}
+    shed = Record(
+        **{
+            **blank,
+            "request_id": "0c5964133c3a8f94000000007f6f6d63",
+            "endpoint": "a-rather-long-name",
+            "version": "10",
+            "ending": "rejected",
+            "code": "deadline_unreachable",
+            "rows": 128,
+            "total_s": 0.000258,
+        }
+    )
+    fine = Record(**{**blank, "request_id": "mine", "endpoint": "iris", "ending": "answered", "total_s": 1.5})
+
+    shown = [record_line(shed), record_line(fine)]
+
+    assert ["a-rather-lo…", "10", "deadline_unreachable", "128", "258", "µs", "…07f6f6d63"] == shown[0].split()[1:]
+    assert ["iris", "answered", "0", "1.5", "s", "mine"] == shown[1].split()[1:]
+    assert max(len(line) for line in shown) <= 80
+
+
+def test_config_explain_says_what_zero_means_here(tmp_path: Path) -> None:
+    """A person reads `2 on this machine`, `64 MiB` and `75 s` (L6)."""
+    shown = run("config", "explain", "--threads", "1", folder=tmp_path).stdout
+
+    cores = usable_cores()
+    lines = {line.split()[0]: line for line in shown.splitlines() if line and not line.startswith(" ")}
+    assert f"0: {cores} on this machine" in lines["workers"]
+    assert "64 MiB" in lines["body_bytes_max"]
+    assert "75 s" in lines["idle_s_max"]
+    assert max(len(line) for line in shown.splitlines() if str(tmp_path) not in line) <= 80
+
+
 def report(number: int, *replicas: ReplicaReport) -> WorkerReport:
     return WorkerReport(number=number, pid=1, state="ready", replicas=replicas)
 
@@ -338,7 +442,7 @@ def test_the_start_screen_fits_and_warns_with_numbers() -> None:
         "churn  version 10 · SLO p99=5ms",
         "X FP32 [any, 4]",
         "1 row 5 ms, 32 rows 36 ms",
-        "240 rows/s",
+        "240 requests/s",
         "failed: fraud version 1: not an ONNX file",
         "http://127.0.0.1:8080/v2/models/churn/infer",
         'infer -d \'\n{"inputs":[{"name":"X"',

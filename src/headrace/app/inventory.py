@@ -17,7 +17,7 @@ class EndpointRow:
         state: `ready`, `loading`, `failed`, or `stopped` when no worker runs.
         workers: That have it warm.
         one_row_s: Time of one row; 0 when not measured.
-        rows_per_s: Sustainable rate over all workers.
+        requests_per_s: Requests of one row that all workers together can keep up with; 0 when not measured.
     """
 
     endpoint: str
@@ -27,7 +27,7 @@ class EndpointRow:
     workers: int
     slo: str
     one_row_s: float
-    rows_per_s: float
+    requests_per_s: float
     problem: str
 
 
@@ -61,7 +61,7 @@ def endpoint_rows(home: Home) -> list[EndpointRow] | None:
                 workers=len(ready),
                 slo=str(spec.slo) if spec.slo else "",
                 one_row_s=ready[0].base_s + ready[0].per_row_s if ready else 0.0,
-                rows_per_s=sum(replica.sustainable_rate for replica in ready),
+                requests_per_s=sum(replica.sustainable_rate for replica in ready),
                 problem=next((replica.problem for replica in replicas if replica.problem), ""),
             )
         )

@@ -1,4 +1,4 @@
-"""The start screen: what is served, where, how fast, how much, and what is wrong. At most 80 columns, once.
+"""The start screen: what is served, where, how fast, how much, and what is wrong. As wide as the terminal, at most 80.
 
 Lines are built as plain text with marks of meaning; a terminal gets them in colour through rich, anything else gets
 the same text. Both are imported while the workers load, so the screen costs no time to the first answer.
@@ -20,6 +20,8 @@ Mark = Literal["", "title", "good", "bad", "dim", "link"]
 Line = tuple[tuple[str, Mark], ...]
 
 COLUMNS: Final = 80
+COLUMNS_MIN: Final = 40  # a narrower terminal wraps by itself
+LABELS_MAX: Final = 8
 BLOCKS_MAX: Final = 4  # more endpoints than this are counted, not described
 _STYLES: Final[dict[Mark, str]] = {
     "": "",
@@ -38,42 +40,60 @@ class StartScreen:
 
     def __init__(self) -> None:
         self._is_terminal = sys.stdout.isatty()
+        self._can_redraw = self._is_terminal and os.environ.get("TERM", "dumb") != "dumb"
+        self._ready_s: float | None = None
         # Counted from the moment the command was typed, not from this line.
         self._began_s = time.monotonic() - age_s(os.getpid())
         self._frames = 0
 
     @property
     def tick_s(self) -> float:
-        return 0.1 if self._is_terminal else 0.02
+        return 0.1 if self._can_redraw else 0.02
 
     def loading(self, reports: Sequence[WorkerReport]) -> None:
         """A spinner with what is being loaded; nothing when the output is no terminal."""
-        if not self._is_terminal:
+        if not self._can_redraw:
             return
         frame = _FRAMES[self._frames % len(_FRAMES)]
         self._frames += 1
         text = f"{frame} {progress(reports)} · {time.monotonic() - self._began_s:.1f} s"
-        _write("\r\x1b[2K" + text[: COLUMNS - 1])
+        # Back to the first column, so that what is logged meanwhile does not hang on to our line.
+        _write("\r\x1b[2K" + text[: self._columns() - 1] + "\r")
 
     def ready(self, home: Home, settings: Settings, reports: Sequence[WorkerReport]) -> None:
         """The screen itself."""
-        self.close()
+        self._clear()
         metadata: dict[str, dict[str, Any] | None] = {}
         for name in _default_names(reports)[:BLOCKS_MAX]:
             metadata[name] = fetch_metadata(settings, name)
             if metadata[name] is None:
                 break  # one that does not answer within a second is enough to wait for
-        lines = start_lines(settings, reports, metadata, time.monotonic() - self._began_s)
+        self._ready_s = time.monotonic()
+        lines = start_lines(settings, reports, metadata, self._ready_s - self._began_s, self._columns())
         if self._is_terminal:
             _print_colour(lines)
         else:
             _write("\n".join("".join(text for text, _ in line) for line in lines) + "\n")
 
     def close(self) -> None:
-        """Take the spinner away."""
-        if self._is_terminal and self._frames:
+        """Take the spinner away; to whoever read the screen, say that it is over."""
+        self._clear()
+        if self._ready_s is not None and self._is_terminal:
+            _write(f"\nHeadrace has stopped; it was up for {_span(time.monotonic() - self._ready_s)}\n")
+        self._ready_s = None
+
+    def _clear(self) -> None:
+        if self._frames:
             _write("\r\x1b[2K")
             self._frames = 0
+
+    def _columns(self) -> int:
+        """Columns to use: those of the terminal, at most 80; 80 when there is none."""
+        try:
+            width = os.get_terminal_size(sys.stdout.fileno()).columns
+        except (OSError, ValueError):
+            return COLUMNS
+        return max(COLUMNS_MIN, min(COLUMNS, width)) if width else COLUMNS
 
 
 def progress(reports: Sequence[WorkerReport]) -> str:
@@ -91,6 +111,7 @@ def start_lines(
     reports: Sequence[WorkerReport],
     metadata: dict[str, dict[str, Any] | None],
     started_s: float,
+    columns: int = COLUMNS,
 ) -> list[Line]:
     """The whole screen.
 
@@ -98,36 +119,38 @@ def start_lines(
         reports: Of every worker.
         metadata: Model metadata by endpoint, for inputs and outputs; None where it could not be had.
         started_s: Time from start to ready.
+        columns: Widest line, where the content can be broken.
     """
     serving = [report for report in reports if is_serving(report)]
     base = base_url(settings)
     names = _default_names(reports)
-    lines: list[Line] = [_heading(reports, started_s)]
+    lines: list[Line] = [*_heading(reports, started_s, columns)]
     for name in names[:BLOCKS_MAX]:
-        lines += [(), *_endpoint_lines(name, serving, metadata.get(name))]
+        lines += [(), *_endpoint_lines(name, serving, metadata.get(name), columns)]
     if len(names) > BLOCKS_MAX:
         more = f"and {len(names) - BLOCKS_MAX} more endpoints: headrace get endpoints shows all"
         lines += [(), ((more, ""),)]
-    lines += [(), *_failed_lines(reports)]
+    lines += [(), *_failed_lines(reports, columns)]
     first = next(iter(names), None)
     if first is not None:
-        lines += _address_lines(base, first, settings, metadata.get(first))
+        lines += _address_lines(base, names, settings, metadata.get(first), columns)
     workers = f"{_count(len(serving), 'worker')} × {_count(settings.threads, 'thread')}"
     if len(serving) < settings.workers:
         workers += f" ({settings.workers - len(serving)} not up)"
     lines += [
         (("metrics  ", "dim"), (f"http://{_host(settings.admin_host)}:{settings.admin_port}/metrics", "link")),
         (("workers  ", "dim"), (workers, "")),
-        (("stop     ", "dim"), ("Ctrl-C finishes requests in flight; twice stops at once", "")),
+        *_labelled("stop     ", "Ctrl-C finishes requests in flight; twice stops at once", columns),
     ]
     return lines
 
 
-def _heading(reports: Sequence[WorkerReport], started_s: float) -> Line:
+def _heading(reports: Sequence[WorkerReport], started_s: float, columns: int) -> list[Line]:
     if any(report.state == "ready" for report in reports):
-        return (("Headrace", "title"), (f" is ready after {started_s:.1f} s", ""))
+        return [(("Headrace", "title"), (f" is ready after {started_s:.1f} s", ""))]
     # Load balancers are told the same: ready asks for every endpoint of the first snapshot.
-    return (("Headrace", "title"), (" serves what it can, and is not ready: a model failed to load", "bad"))
+    first, *more = _wrap("Headrace serves what it can, and is not ready: a model failed to load", columns)
+    return [(("Headrace", "title"), (first.removeprefix("Headrace"), "bad")), *(((line, "bad"),) for line in more)]
 
 
 def _default_names(reports: Sequence[WorkerReport]) -> list[str]:
@@ -136,7 +159,9 @@ def _default_names(reports: Sequence[WorkerReport]) -> list[str]:
     )
 
 
-def _endpoint_lines(name: str, reports: Sequence[WorkerReport], metadata: dict[str, Any] | None) -> list[Line]:
+def _endpoint_lines(
+    name: str, reports: Sequence[WorkerReport], metadata: dict[str, Any] | None, columns: int
+) -> list[Line]:
     replicas = [
         replica
         for report in reports
@@ -151,13 +176,39 @@ def _endpoint_lines(name: str, reports: Sequence[WorkerReport], metadata: dict[s
     objective = f"SLO {default.slo}" if default.slo else f"no SLO; deadline {_duration(default.deadline_s)}"
     lines: list[Line] = [((name, "title"), (f"  version {default.version}{also} · {objective}", ""))]
     if metadata is not None:
-        lines += [(("  in     ", "dim"), (text, "")) for text in _tensors(metadata.get("inputs"))]
-        lines += [(("  out    ", "dim"), (text, "")) for text in _tensors(metadata.get("outputs"))]
-    lines += _speed_lines(default, [replica for replica in replicas if replica.version == default.version])
+        lines += [(("  in     ", "dim"), (text, "")) for text in _tensors(metadata.get("inputs"), columns)]
+        lines += [(("  out    ", "dim"), (text, "")) for text in _tensors(metadata.get("outputs"), columns)]
+        lines += _label_lines(metadata, columns)
+    lines += _speed_lines(default, [replica for replica in replicas if replica.version == default.version], columns)
     return lines
 
 
-def _speed_lines(default: ReplicaReport, replicas: Sequence[ReplicaReport]) -> list[Line]:
+def _label_lines(metadata: dict[str, Any], columns: int) -> list[Line]:
+    """The class labels, and a warning when there are more or fewer of them than classes."""
+    labels = [str(label) for label in (metadata.get("parameters") or {}).get("labels") or []]
+    if not labels:
+        return []
+    shown = ", ".join(labels[:LABELS_MAX]) + (f", … ({len(labels)} in all)" if len(labels) > LABELS_MAX else "")
+    lines = _labelled("  labels ", shown, columns)
+    scores = {
+        tensor["name"]: tensor["shape"][-1]
+        for tensor in metadata.get("outputs") or []
+        if tensor["datatype"].startswith("FP") and len(tensor["shape"]) > 1 and tensor["shape"][-1] > 1
+    }
+    if scores and len(labels) not in scores.values():
+        wide = ", ".join(f"{name} has {width} columns" for name, width in scores.items())
+        text = f"warning: {_count(len(labels), 'label')}, but {wide}; accepted: one label per class, in their order"
+        lines += [(("  ", ""), (part, "bad")) for part in _wrap(text, columns - 2)]
+    return lines
+
+
+def _labelled(label: str, text: str, columns: int, mark: Mark = "") -> list[Line]:
+    """A label of nine columns and its text; lines that follow are indented under the text."""
+    first, *more = _wrap(text, columns - 9)
+    return [((label, "dim"), (first, mark)), *(((" " * 9, ""), (line, mark)) for line in more)]
+
+
+def _speed_lines(default: ReplicaReport, replicas: Sequence[ReplicaReport], columns: int) -> list[Line]:
     one_s = default.base_s + default.per_row_s
     curve = f"1 row {_duration(one_s)}"
     if default.rows_max > 1:
@@ -166,24 +217,25 @@ def _speed_lines(default: ReplicaReport, replicas: Sequence[ReplicaReport]) -> l
     elif default.batching and default.batching != "batched":
         curve += f" · not batched: {default.batching}"
     rate = sum(replica.sustainable_rate for replica in replicas)
-    lines: list[Line] = [(("  speed  ", "dim"), (text, "")) for text in _wrap(curve)]
+    lines = _labelled("  speed  ", curve, columns)
     if default.lossy_rate is None:
-        load = f"sustains {rate:,.0f} rows/s over {_count(len(replicas), 'worker')}"
-        lines.append((("  load   ", "dim"), (load, "good")))
+        # Measured with requests of one row each; larger ones carry more rows for the same work.
+        load = f"sustains {rate:,.0f} one-row requests/s over {_count(len(replicas), 'worker')}"
+        lines += _labelled("  load   ", load, columns, "good")
     if provider := default.facts.get("provider") or default.facts.get("providers"):
-        lines.append((("  runs   ", "dim"), (provider[: COLUMNS - 9], "")))
+        lines += _labelled("  runs   ", provider, columns)
     if default.lossy_rate is not None:
         lossy_rate = sum(replica.lossy_rate or 0.0 for replica in replicas)
         text = (
             f"warning: the SLO leaves {_duration(default.deadline_s)}, less than two runs of {_duration(one_s)}. "
-            f"99 % make it up to {lossy_rate:,.0f} rows/s; an SLO of {_duration(2.2 * one_s)} or more would hold "
-            "at the full rate."
+            + (f"99 % make it up to {lossy_rate:,.0f} requests/s" if lossy_rate >= 1 else "Hardly any make it")
+            + f"; an SLO of {_duration(2.2 * one_s)} or more would hold at the full rate."
         )
-        lines += [(("  ", ""), (part, "bad")) for part in _wrap(text, COLUMNS - 2)]
+        lines += [(("  ", ""), (part, "bad")) for part in _wrap(text, columns - 2)]
     return lines
 
 
-def _failed_lines(reports: Sequence[WorkerReport]) -> list[Line]:
+def _failed_lines(reports: Sequence[WorkerReport], columns: int) -> list[Line]:
     failed = {
         (replica.endpoint, replica.version): replica.problem
         for report in reports
@@ -193,33 +245,40 @@ def _failed_lines(reports: Sequence[WorkerReport]) -> list[Line]:
     lines: list[Line] = []
     for (endpoint, version), problem in sorted(failed.items()):
         text = f"failed: {endpoint} version {version}: {problem}"
-        lines += [((part, "bad"),) for part in _wrap(text, COLUMNS)]
+        lines += [((part, "bad"),) for part in _wrap(text, columns)]
     return [*lines, ()] if lines else []
 
 
-def _address_lines(base: str, name: str, settings: Settings, metadata: dict[str, Any] | None) -> list[Line]:
-    url = f"{base}/v2/models/{name}/infer"
-    lines: list[Line] = [(("serving  ", "dim"), (url, "link"))]
+def _address_lines(
+    base: str, names: Sequence[str], settings: Settings, metadata: dict[str, Any] | None, columns: int
+) -> list[Line]:
+    url = f"{base}/v2/models/{names[0]}/infer"
+    pattern = url if len(names) == 1 else f"{base}/v2/models/NAME/infer"
+    lines: list[Line] = [(("serving  ", "dim"), (pattern, "link"))]
     example = example_request(metadata)
     if example is not None:
         insecure = "-k " if settings.tls_cert else ""
-        lines.append((("try      ", "dim"), (f"curl {insecure}{url} -d '", "")))
+        start = [f"curl {insecure}{url} -d '"]
+        if len(start[0]) + 9 > columns:
+            start = [f"curl {insecure}\\", f"{url} -d '"]
+        lines += [(("try      ", "dim"), (start[0], "")), *(((part, ""),) for part in start[1:])]
         # Line breaks inside the quotes are white space of the JSON, so the lines paste as one command.
-        lines += [((part, ""),) for part in _json_lines(example)]
+        lines += [((part, ""),) for part in _json_lines(example, columns)]
     return lines
 
 
-def _json_lines(request: dict[str, Any]) -> list[str]:
-    """JSON in lines of at most 80 columns, broken between values only."""
+def _json_lines(request: dict[str, Any], columns: int) -> list[str]:
+    """JSON in lines that fit, broken between values only."""
     pieces: list[str] = []
     for index, tensor in enumerate(request["inputs"]):
-        head = json.dumps({key: value for key, value in tensor.items() if key != "data"}, separators=(",", ":"))
-        pieces += ['{"inputs":[' + head[:-1] if index == 0 else head[:-1], '"data":[' + _json(tensor["data"][0])]
+        heads = [f"{_json(key)}:{_json(value)}" for key, value in tensor.items() if key != "data"]
+        heads[0] = ('{"inputs":[{' if index == 0 else "{") + heads[0]
+        pieces += [*heads, '"data":[' + _json(tensor["data"][0])]
         pieces += [_json(value) for value in tensor["data"][1:]]
         pieces[-1] += "]}" if index < len(request["inputs"]) - 1 else "]}]}'"
     lines = [pieces[0]]
     for piece in pieces[1:]:
-        if len(lines[-1]) + len(piece) + 2 > COLUMNS:
+        if len(lines[-1]) + len(piece) + 2 > columns:
             lines[-1] += ","
             lines.append(piece)
         else:
@@ -228,7 +287,7 @@ def _json_lines(request: dict[str, Any]) -> list[str]:
 
 
 def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def example_request(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -284,7 +343,7 @@ def _host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _tensors(tensors: object) -> list[str]:
+def _tensors(tensors: object, columns: int) -> list[str]:
     if not isinstance(tensors, list):
         return []
     texts = [
@@ -292,7 +351,7 @@ def _tensors(tensors: object) -> list[str]:
         for tensor in tensors
     ]
     more = [f"… and {len(texts) - 4} more"] if len(texts) > 4 else []
-    return [text[: COLUMNS - 9] for text in texts[:4]] + more
+    return [text[: columns - 9] for text in texts[:4]] + more
 
 
 def _duration(seconds: float) -> str:
@@ -303,11 +362,17 @@ def _duration(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} µs"
 
 
+def _span(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _wrap(text: str, columns: int = COLUMNS - 9) -> list[str]:
+def _wrap(text: str, columns: int) -> list[str]:
     import textwrap  # with the rest of the screen, after the workers were started
 
     return textwrap.wrap(" ".join(text.split()), columns) or [""]

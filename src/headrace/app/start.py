@@ -125,7 +125,11 @@ def read_settings(home: Home) -> Settings:
     try:
         return msgspec.json.decode(home.settings_file().read_bytes(), type=Settings)
     except (OSError, msgspec.DecodeError) as error:
-        raise StartError(f"{home.settings_file()} cannot be read: {error}", "start with headrace serve") from error
+        reason = getattr(error, "strerror", None) or error
+        raise StartError(
+            f"{home.settings_file()} cannot be read: {reason}; accepted: the state folder of a server",
+            "headrace serve model.onnx makes one, --home names another",
+        ) from error
 
 
 def stage(configuration: Configuration, source: msgspec.Struct) -> tuple[Home, int, tuple[str, ...]]:
@@ -158,4 +162,18 @@ def exec_module(module: str, *arguments: str, keep_fds: tuple[int, ...] = ()) ->
         os.set_inheritable(descriptor, True)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(PYTHON[0], [*PYTHON, "-m", module, *arguments])
+    no_telemetry()
+    try:
+        os.execv(PYTHON[0], [*PYTHON, "-m", module, *arguments])
+    except OSError as error:
+        raise StartError(
+            f"{PYTHON[0]} cannot be run: {error.strerror}", "can this user read and execute it, and its folders?"
+        ) from error
+
+
+def no_telemetry() -> None:
+    """Keep ONNX Runtime from reporting to its maker; what the operator says in the environment outranks us.
+
+    Source: 1.32 for Linux starts a telemetry client with a thread of its own unless this variable is set.
+    """
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

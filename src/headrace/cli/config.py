@@ -1,13 +1,15 @@
 """`headrace config explain`: every setting, its value, and who set it."""
 
+import textwrap
 from typing import Annotated, Any
 
 import msgspec
 from cyclopts import App, Parameter
 
-from headrace.cli.output import Output, print_json, print_table
+from headrace.cli.output import COLUMNS, Output, print_json, print_table
 from headrace.cli.serve import with_settings
-from headrace.config import SETTINGS, Configuration, load
+from headrace.config import SETTINGS, Configuration, divide_cores, load, usable_cores
+from headrace.config_values import show_value
 
 app = App(name="config", help="Settings and where they come from.")
 
@@ -38,17 +40,20 @@ def explain(
         print_json(_document(configuration))
         return
     origin = configuration.origins["home"]
+    here = dict(zip(("workers", "threads"), divide_cores(configuration.settings, usable_cores()), strict=True))
     rows = [("home", str(configuration.home), origin, "State folder.")]
     for setting in SETTINGS:
         value = getattr(configuration.settings, setting.name)
-        shown = f"{value} {setting.unit}".strip() or "(none)"
+        shown = show_value(value, setting.unit) or "none"
+        if setting.name in ("workers", "threads") and value == 0:
+            shown = f"0: {here[setting.name]} on this machine"
         rows.append((setting.name, shown, configuration.origins[setting.name], setting.help))
     if configuration.file is not None:
         print(f"file: {configuration.file}\n")
     width = max(len(row[0]) for row in rows)
     for name, value, place, help_text in rows:
-        print(f"{name:<{width}}  {value:<26}  {place}")
-        print(f"{'':<{width}}  {help_text}" if width + 2 + len(help_text) <= 80 else f"    {help_text}")
+        print(f"{name:<{width}}  {value:<24}  {place}")
+        print(textwrap.indent("\n".join(textwrap.wrap(help_text, COLUMNS - 4)), "    "))
     if configuration.models:
         print()
         print_table(

@@ -14,6 +14,7 @@ from typing import Final, Literal
 
 from headrace import __version__
 from headrace.app.sockets import BACKLOG, port_owner, somaxconn
+from headrace.app.start import no_telemetry
 from headrace.cli.output import HomeFlag, Output, print_json, print_table
 from headrace.config import load, usable_cores
 
@@ -106,6 +107,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _providers() -> Finding:
+    no_telemetry()
     try:
         import onnxruntime  # 0.2 s, paid by this check alone
     except ImportError as error:

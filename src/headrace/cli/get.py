@@ -17,7 +17,8 @@ app = App(name="get", help="Show what is served.")
 def endpoints(*, output: Output = "table", home: HomeFlag = None) -> None:
     """Show every endpoint with its default version, state, objective and speed.
 
-    Read from the home folder, so it also tells what would be served when no server runs.
+    1 ROW is the time of a run of one row, REQUESTS/S how many requests of one row all workers together keep up with
+    within the objective. Read from the home folder, so it also tells what would be served when no server runs.
 
     For example:
 
@@ -31,7 +32,7 @@ def endpoints(*, output: Output = "table", home: HomeFlag = None) -> None:
         print_json([asdict(row) for row in rows])
         return
     print_table(
-        ("ENDPOINT", "VERSION", "STATE", "WORKERS", "SLO", "1 ROW", "ROWS/S"),
+        ("ENDPOINT", "VERSION", "STATE", "WORKERS", "SLO", "1 ROW", "REQUESTS/S"),
         [_cells(row) for row in rows],
     )
 
@@ -44,5 +45,5 @@ def _cells(row: EndpointRow) -> tuple[str, ...]:
         str(row.workers),
         row.slo or "-",
         duration(row.one_row_s) if row.one_row_s else "-",
-        f"{row.rows_per_s:,.0f}" if row.rows_per_s else row.problem or "-",
+        f"{row.requests_per_s:,.0f}" if row.requests_per_s else row.problem or "-",
     )

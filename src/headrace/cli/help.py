@@ -19,7 +19,8 @@ class PlainHelp:
         entries = [(self._names(entry, panel.format), self._meaning(entry)) for entry in panel.entries]
         if not entries:
             return
-        console.print(f"{panel.title}:", highlight=False, markup=False)
+        title = "Options" if panel.title == "Parameters" else panel.title
+        console.print(f"{title}:", highlight=False, markup=False)
         width = min(NAMES_WIDTH_MAX, max(len(names) for names, _ in entries))
         for names, meaning in entries:
             for line in self._entry(names, meaning, width):
@@ -29,15 +30,16 @@ class PlainHelp:
     def render_usage(self, console: "Console", options: "ConsoleOptions", usage: Any) -> None:
         """Print the usage line."""
         if usage:
-            console.print(_plain(usage).strip(), highlight=False, markup=False)
+            # Positional arguments that may be left out come as [ARGS]; all of ours are the one source.
+            console.print(_plain(usage).strip().replace("[ARGS]", "[SOURCE]"), highlight=False, markup=False)
             console.print()
 
     def render_description(self, console: "Console", options: "ConsoleOptions", description: Any) -> None:
         """Print the text of the command."""
         if description:
-            from cyclopts.help.formatters.plain import PlainFormatter
-
-            PlainFormatter().render_description(console, options, description)
+            for line in reflow(_plain(description)):
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
+            console.print()
 
     def _names(self, entry: "HelpEntry", kind: str) -> str:
         labels = sorted({*entry.positive_names, *entry.positive_shorts}, key=lambda label: (-len(label), label))
@@ -60,6 +62,20 @@ class PlainHelp:
         start = "" if len(names) <= width else f"  {names}\n"
         first = f"  {'' if start else names:<{width}}  {lines[0]}".rstrip()
         return [start + first, *(" " * (width + 4) + line for line in lines[1:])]
+
+
+def reflow(text: str) -> list[str]:
+    """Paragraphs in lines of at most 80 columns, whatever the width of the source; indented lines stay as they are."""
+    lines: list[str] = []
+    paragraph: list[str] = []
+    for line in [*text.strip().splitlines(), ""]:
+        if line.strip() and not line.startswith(" "):
+            paragraph.append(line)
+            continue
+        lines += textwrap.wrap(" ".join(paragraph), COLUMNS, break_on_hyphens=False)
+        paragraph = []
+        lines.append(line.rstrip())
+    return lines[:-1]
 
 
 def _plain(text: Any) -> str:

@@ -43,7 +43,7 @@ Exit status: 0 done, 1 failed, 2 wrong command line or configuration."""
 
 
 def build(arguments: Sequence[str] = ()) -> App:
-    """The command line as an object; nothing is imported for the commands in it.
+    """The command line as an object, commands in the order in which they are met; none of them is imported.
 
     Args:
         arguments: The command that they name is left to describe itself, at length; the others have a line each.
@@ -57,8 +57,8 @@ def build(arguments: Sequence[str] = ()) -> App:
         version=__version__,
         result_action="return_value",
     )
-    for name, path, help_text in COMMANDS:
-        app.command(path, name=name, help=None if name in arguments[:1] else help_text)
+    for place, (name, path, help_text) in enumerate(COMMANDS):
+        app.command(path, name=name, help=None if name in arguments[:1] else help_text, sort_key=place)
     return app
 
 

@@ -1,6 +1,7 @@
 """`headrace model`: versions, and which of them is the default."""
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
@@ -33,10 +34,15 @@ def list_versions(*, output: Output = "table", home: HomeFlag = None) -> None:
     print_table(
         ("MODEL", "VERSION", "", "STATE", "DIGEST", "PATH"),
         [
-            (row.model, row.version, "*" if row.is_default else "", row.state, row.digest[7:19], row.path)
+            (row.model, row.version, "*" if row.is_default else "", row.state, row.digest[7:19], _short(row.path))
             for row in rows
         ],
     )
+
+
+def _short(path: str) -> str:
+    """The path as seen from the working folder when it is below it."""
+    return str(Path(path).relative_to(Path.cwd())) if Path(path).is_relative_to(Path.cwd()) else path
 
 
 @app.command
