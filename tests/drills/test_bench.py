@@ -2,9 +2,13 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from headrace.drills.bench import Generator, Sample, echo_server, summarise, top_functions, total
+from headrace.drills.bench_load import Generator, Request, Sample, parse_wrk
+from headrace.drills.bench_peers import Task, ask, echo, numbers_in, read_peers, running
+from headrace.drills.bench_profile import STAGES, by_stage, stage_of, top_functions, total
+from headrace.drills.bench_report import judge, summarise
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 
@@ -46,12 +50,65 @@ def test_functions_are_ranked_by_the_samples_they_were_on_top_of() -> None:
     assert [each["total_share"] for each in top] == [0.8, 1.0]
 
 
+def test_samples_belong_to_the_innermost_stage_that_is_known() -> None:
+    """D1: a library's frame belongs to whoever called it; the shares of all stages add up to one."""
+    loop = "run (asyncio/runners.py:190)"
+    fold = "fold (headrace/telemetry/metrics.py:200);add (numpy/core.py:3)"
+    shares = by_stage(f"{loop} 5\n{loop};{fold} 3\n{loop};shout (somewhere/else.py:1) 2\n")
+
+    assert stage_of("decode (headrace/data_plane/gateway/oip.py:100)") == "decode"
+    assert stage_of("encode (headrace/data_plane/gateway/oip.py:200)") == "respond"
+    assert shares["fold"] == 0.3
+    assert set(shares) == set(STAGES)
+    assert sum(shares.values()) == pytest.approx(1.0)
+
+
+def test_wrk_is_read_and_its_errors_are_no_answers() -> None:
+    """D1: what was not answered with 200 does not count as throughput."""
+    printed = 'Running\nRESULT {"requests": 110, "duration_us": 2e6, "errors": 10, "p50_us": 500, "p99_us": 900}\n'
+    sample = parse_wrk(printed, cpu_s=1.0)
+
+    assert sample == Sample(50.0, 0.0005, 0.0009, 10, 0.5)
+    with pytest.raises(RuntimeError, match="no result"):
+        parse_wrk("unable to connect", 0.0)
+
+
+def test_a_figure_that_was_not_measured_is_never_met() -> None:
+    """D1: the page shows what is missing instead of leaving it out."""
+    assert {verdict.is_met for verdict in judge({})} == {None}
+
+
+def test_every_peer_is_pinned_and_has_a_form() -> None:
+    """D1: a comparison names exact versions."""
+    peers = read_peers()
+
+    assert {"mlserver", "litserve", "kserve", "pytriton", "bentoml"} == {peer.name for peer in peers}
+    for peer in peers:
+        assert peer.variants, peer.name
+        assert all("==" in dependency for dependency in peer.dependencies), peer.dependencies
+
+
+def test_an_answer_with_wrong_numbers_is_found(tmp_path: Path) -> None:
+    """D1: a server that is fast and wrong is not measured."""
+    row = np.ones((1, 2), np.float32)
+    task = Task("model", tmp_path, "x", row, row.astype(np.float64), np.array([0.25, 0.75]))
+
+    task.check(b'{"outputs": [{"shape": [1, 2], "data": [0.25, 0.75]}]}')
+    with pytest.raises(ValueError, match="right is"):
+        task.check(b'{"outputs": [{"shape": [1, 2], "data": [0.75, 0.25]}]}')
+    assert numbers_in({"label": 1, "probabilities": [[0.5]]}) == [1.0, 0.5]
+
+
 def test_the_echo_answers_every_request_with_its_bytes(tmp_path: Path) -> None:
-    """D1: the yardstick is measured by the same generator as the server, without errors."""
-    with echo_server(ANSWER, tmp_path, None) as port:
-        generator = Generator(b"{}", tmp_path, None, prefers_wrk=False)
-        samples = [generator.measure(port, 2, 0.3) for _ in range(3)]
+    """D1: the yardstick is measured by the same generator as the server, without errors, and leaves nothing behind."""
+    row = np.ones((1, 2), np.float32)
+    task = Task("model", tmp_path, "x", row, row.astype(np.float64), row)
+    with running(echo(ANSWER), task, tmp_path / "echo") as found:
+        generator = Generator(tmp_path, prefers_wrk=False)
+        samples = [generator.measure(found.port, found.request, 2, 0.3) for _ in range(3)]
 
     assert generator.name == "headrace.drills.load"
     assert samples[-1].errors == 0
     assert samples[-1].requests_per_s > 100
+    with pytest.raises(OSError, match="refused"):
+        ask(found.port, Request("/", b""))
