@@ -12,6 +12,7 @@
 Small files are replaced by rename, so that a reader never sees half of one.
 """
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -91,9 +92,15 @@ def write_atomically(path: Path, content: bytes, *, is_synced: bool = True) -> N
         is_synced: So does a crash of the machine; costs a wait for the disk.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        if is_synced:
-            os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            if is_synced:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        # On a full disk half a file would take the room that the next attempt needs.
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise

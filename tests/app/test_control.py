@@ -1,8 +1,10 @@
 """The control process answers from files, and marks what is good."""
 
+import asyncio
 import json
 import os
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -130,3 +132,30 @@ async def test_a_snapshot_is_good_once_every_worker_serves_it_warm(home: Home) -
         control.mark_good()
 
     assert desired == home.last_good_id()
+
+
+async def test_a_hang_up_during_a_reload_is_followed_by_another_reload(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L6: what changed after the reload under way had read it is not forgotten, and a storm makes no queue."""
+    entered, go_on = threading.Event(), threading.Event()
+    reloads: list[int] = []
+
+    def reload(_home: Home) -> Any:
+        reloads.append(len(reloads))
+        entered.set()
+        go_on.wait(10)
+        raise ValueError("nothing to see")
+
+    monkeypatch.setattr("headrace.app.control.publish.reload", reload)
+    with socket.socket() as listener:
+        control = Control(home, Settings(), listener)
+        control._reload_soon()
+        await asyncio.to_thread(entered.wait, 10)
+        for _ in range(100):
+            control._reload_soon()
+        go_on.set()
+        assert control._reloading is not None
+        await control._reloading
+
+    assert [0, 1] == reloads

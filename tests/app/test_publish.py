@@ -154,3 +154,15 @@ def test_a_damaged_desired_snapshot_falls_back_to_the_last_good_one(tmp_path: Pa
     (home.snapshots / f"{newer.id}.json").write_bytes(b"{")
 
     assert good == current(home)
+
+
+def test_a_path_that_is_not_text_is_named_and_costs_that_model_only() -> None:
+    """L1, P3: on Linux a folder's name may be any bytes, and not all of them can be written into a snapshot."""
+    bad = Wanted("bad", ModelEntry(path="/x\udcff"), (VersionSpec("1", "/x\udcff/m.onnx", "sha256:0"),))
+
+    plan = plan_snapshot([bad, wanted("1")], None)
+
+    assert ["m"] == [spec.name for spec in plan.snapshot.endpoints]
+    assert ["bad: '/x\\udcff' is not valid UTF-8; accepted: a path that is text"] == list(plan.notices)
+    with pytest.raises(PublishError, match="is not valid UTF-8"):
+        plan_snapshot([bad], None)

@@ -79,12 +79,15 @@ from headrace.config import Settings
 import msgspec
 root, mode, settings = sys.argv[1], sys.argv[2], msgspec.json.decode(sys.argv[3], type=Settings)
 module.STOP_MARGIN_S, module.MEMORY_LOOK_S = 0.5, 0.1
+module.BEAT_LOOK_S, module.HUNG_S_MIN = 0.2, 2.0
 log = open(f"{root}/log", "a", buffering=1)
 class Counters:
     def settle(self, slots_file):
         print(slots_file.stem, "settled 0 0", file=log)
     def count_restart(self, report):
         print("supervisor counted 0 0", file=log)
+    def heartbeat_s(self, slots_file):
+        return slots_file.stat().st_mtime if "hung" in mode else 0.0
 home = prepare_home(Path(root))
 child = (sys.executable, "-S", f"{root}/child.py", mode)
 sys.exit(module.Supervisor(
@@ -157,6 +160,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def begin(mode: str, *, workers: int = 2, drain_s_max: float = 5, memory_bytes_max: int = 0) -> Running:
         settings = (
             f'{{"workers": {workers}, "threads": 1, "http_port": 0, "admin_port": 0, "drain_s_max": {drain_s_max},'
+            f' "run_s_max": 0.1,'
             f' "memory_bytes_max": {memory_bytes_max}}}'
         )
         running.append(Running(tmp_path, mode, settings))
@@ -413,3 +417,94 @@ def test_the_listening_queue_outlives_a_worker(start: Start) -> None:
 
     with socket.create_connection(("127.0.0.1", port), timeout=1.0):
         pass
+
+
+def test_a_reader_of_our_output_that_has_stopped_does_not_stop_the_supervisor(start: Start) -> None:
+    """F7: standard error is a pipe that nobody empties any more; a worker that dies comes back all the same."""
+    server = start("", workers=1)
+    server.until_ready(workers=1)
+    assert server.process.stderr is not None
+    fill(server.process.stderr.fileno())
+    for turn in range(1, 4):
+        os.kill(server.pids("worker-1")[-1], signal.SIGKILL)
+        server.until(lambda turn=turn: server.count("worker-1", "ready") == turn + 1)
+    server.process.send_signal(signal.SIGTERM)
+    code, _ = server.wait()
+
+    assert 0 == code
+
+
+def fill(read_fd: int) -> None:
+    """Leave no room in the pipe whose reading end this is."""
+    write_fd = os.open(f"/proc/self/fd/{read_fd}", os.O_WRONLY | os.O_NONBLOCK)
+    try:
+        while True:
+            os.write(write_fd, b"x" * 4096)
+    except BlockingIOError:
+        os.close(write_fd)
+
+
+def test_a_file_that_cannot_be_removed_does_not_end_the_server(start: Start, tmp_path: Path) -> None:
+    """F7: the disk of the state folder has become unusable for us; a dead worker is still replaced."""
+    server = start("", workers=1)
+    server.until_ready(workers=1)
+    report = tmp_path / "run" / "worker-1.json"
+    report.unlink()
+    report.mkdir()
+    (report / "in the way").touch()
+    os.kill(server.pids("worker-1")[0], signal.SIGKILL)
+    server.until(lambda: server.count("worker-1", "start") == 2)
+
+    assert server.process.poll() is None
+
+
+STORM = """
+import os, signal, sys
+from pathlib import Path
+from headrace.app.start import prepare_home
+from headrace.app.supervisor import Supervisor
+from headrace.config import Settings
+supervisor = Supervisor(prepare_home(Path(sys.argv[1])), Settings(workers=1, threads=1), counters=None)
+supervisor._take_signals()
+for _ in range(5_000):
+    os.kill(os.getpid(), signal.SIGHUP)
+os.kill(os.getpid(), signal.SIGTERM)
+supervisor._http = supervisor._admin = open(os.devnull)
+supervisor._on_signals()
+print(supervisor._stop_signal, supervisor._is_reload_wanted)
+"""
+
+
+def test_a_storm_of_signals_does_not_drown_the_one_that_stops(tmp_path: Path) -> None:
+    """D6: more hang-ups than the wake-up socket holds, then SIGTERM, all while the supervisor could not look."""
+    finished = subprocess.run(
+        [sys.executable, "-c", STORM, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": SOURCE},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+
+    assert ("15 True", "") == (finished.stdout.strip(), finished.stderr)
+
+
+def test_a_worker_that_gives_no_sign_of_life_is_replaced(start: Start) -> None:
+    """F7: its loop turns no more, so it can neither answer nor ask to be replaced; one that beats is left alone."""
+    server = start("hung")
+    server.until_ready()
+    victim = server.pids("worker-1")[0]
+    beat(server, 2, until=lambda: server.count("worker-1", "start") == 2)
+    starts_of_the_other = server.count("worker-2", "start")
+
+    assert not is_alive(victim)
+    assert 1 == starts_of_the_other
+
+
+def beat(server: Running, number: int, *, until: Callable[[], bool]) -> None:
+    """Keep one worker's file changing."""
+    limit_s = time.monotonic() + PATIENCE_S
+    while not until():
+        assert time.monotonic() < limit_s, server.events()
+        os.utime(server.home / "run" / f"worker-{number}.slots")
+        time.sleep(0.02)

@@ -1,5 +1,6 @@
 """A server that is told to stop finishes what it holds, refuses the rest, and writes everything down."""
 
+import os
 import signal
 import threading
 import time
@@ -150,3 +151,24 @@ def test_sigterm_under_open_loop_traffic_leaves_no_caller_without_an_end(tmp_pat
     # What was sent into a connection that closes at that moment may have been answered without being read.
     assert 0 <= endings["answered"] - counts["ANSWERED"] <= counts.get("CONNECTION_ERROR", 0)
     assert 0 <= endings["rejected"] - counts.get("REFUSED", 0) <= counts.get("CONNECTION_ERROR", 0)
+
+
+def test_a_service_manager_that_signals_every_process_still_gets_a_graceful_stop(tmp_path: Path) -> None:
+    """F6: systemd and others send SIGTERM to the whole group, so that a worker is told twice, once by the supervisor;
+    that is one wish, and what is in flight is answered."""
+    config = sleep_config(tmp_path / "models", {"m": SLOWED}, server={"workers": 2}, slo="p99=10s")
+    with ServerProcess(config, tmp_path / "home") as server:
+        server.wait_workers(2)
+        callers = [server.caller(f"early-{number}") for number in range(4)]
+        for caller in callers:
+            caller.send("m", SECOND)
+        wait_until(lambda: in_flight(server, "m") == 4)
+        children = server.children()
+        server.process.send_signal(signal.SIGTERM)
+        for pid in children:
+            os.kill(pid, signal.SIGTERM)
+        replies = [caller.receive() for caller in callers]
+        code = server.process.wait(20)
+
+    assert [200] * 4 == [reply.status for reply in replies]
+    assert 0 == code

@@ -16,6 +16,7 @@ import pytest
 from headrace.home import Home
 from headrace.testing import models
 from headrace.testing.server import (
+    CLOSED,
     Caller,
     ServerProcess,
     Traffic,
@@ -216,3 +217,37 @@ def test_a_worker_that_restarts_on_a_version_it_cannot_load_serves_the_last_good
 
     assert [(200, "1"), (200, "1")] == [(status, body["model_version"]) for status, body in (before, after)]
     assert {"1": "READY", "2": "UNAVAILABLE"} == {entry["version"]: entry["state"] for entry in json.loads(index)}
+
+
+def test_a_worker_that_finds_no_desired_snapshot_serves_the_last_good_one(server: ServerProcess) -> None:
+    """F7: the file that names what is desired was emptied, then removed; whoever starts now serves what was warm."""
+    desired = server.home / "snapshots" / "desired"
+    statuses = []
+    for spoil in (lambda: desired.write_bytes(b""), desired.unlink):
+        spoil()
+        victims = server.worker_pids()
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda victims=victims: len(set(server.worker_pids()) - set(victims)) == 2, 40)
+        statuses.append(server.caller().infer("m").status)
+
+    assert [200, 200] == statuses
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 256])
+def test_counters_that_are_truncated_under_a_worker_cost_that_worker_only(
+    server: ServerProcess, kept_bytes: int
+) -> None:
+    """F7, O1: a store into what was cut off a mapped file kills the process; it comes back, and its neighbour has
+    answered meanwhile."""
+    (victim, neighbour) = server.worker_pids()
+    with Traffic(server.http_port, "m", callers=4) as traffic:
+        os.truncate(server.home / "run" / "worker-1.slots", kept_bytes)
+        wait_until(lambda: victim not in server.worker_pids() and len(server.worker_pids()) == 2, 40)
+    status = server.caller().infer("m").status
+    metrics = server.metrics()
+
+    assert neighbour in server.worker_pids()
+    assert {200, CLOSED} >= set(traffic.statuses())
+    assert 200 == status
+    assert {0.0} == {value for name, value in metrics.items() if name.startswith("headrace_conservation")}

@@ -194,3 +194,31 @@ def test_a_server_can_be_started_again_in_the_home_of_one_that_was_killed(
     assert 200 == reply.status
     assert 2 == metrics['headrace_received_total{endpoint="m"}']
     assert 0 == metrics[DIFFERENCE]
+
+
+def test_a_worker_that_hangs_as_a_whole_is_replaced_and_its_callers_are_told(tmp_path: Path) -> None:
+    """F7: stopped in its tracks it can neither answer nor say so; the supervisor ends it, its connections close, what
+    it held is counted, and the neighbour is left alone."""
+    config = sleep_config(tmp_path / "models", {"m": SLOWED}, server={"workers": 2, "run_s_max": 1}, slo="p99=60s")
+    with ServerProcess(config, tmp_path / "home") as server:
+        server.wait_workers(2)
+        callers = [server.caller(f"held-{number}") for number in range(8)]
+        for caller in callers:
+            caller.connect()
+            time.sleep(0.01)
+        wait_until(lambda: sum(held_by(server).values()) == 8)
+        held = held_by(server)
+        number = max(held, key=held.__getitem__)
+        victim, neighbour = (server.worker_pids()[at - 1] for at in (number, 3 - number))
+        os.kill(victim, signal.SIGSTOP)
+        for caller in callers:
+            caller.send("m")
+        replies = receive_all(callers)
+        wait_until(lambda: victim not in server.worker_pids() and len(server.worker_pids()) == 2, 40)
+        is_left_alone = neighbour in server.worker_pids()
+        differences = [value for name, value in server.metrics().items() if "conservation_difference" in name]
+
+    assert held[number] == sum(reply.status == CLOSED for reply in replies)
+    assert 8 - held[number] == sum(reply.status == 200 for reply in replies)
+    assert is_left_alone
+    assert {0.0} == set(differences)

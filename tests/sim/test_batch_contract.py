@@ -124,7 +124,7 @@ PolicyMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=
 
 
 class TestEveryPolicyKeepsTheContract(PolicyMachine.TestCase):
-    """Each piece runs or is shed once, in order, within the cap, and an idle executor is never forgotten (X2)."""
+    """X2: each piece runs or is shed once, in order, within the cap, and an idle executor is never forgotten."""
 
 
 pieces = st.lists(st.tuples(st.floats(-0.5, 2.0), st.integers(1, ROWS_MAX)), min_size=1, max_size=60).map(sorted)
@@ -138,7 +138,7 @@ pieces = st.lists(st.tuples(st.floats(-0.5, 2.0), st.integers(1, ROWS_MAX)), min
 )
 @settings(max_examples=300, deadline=None)
 def test_hopeless_pieces_never_run_and_are_shed_first(waiting, name, multiple, load):
-    """What cannot meet its deadline alone is not run, and only such pieces count as hopeless (S2)."""
+    """S2: what cannot meet its deadline alone is not run, and only such pieces count as hopeless."""
     policy, slo_s = priced(name, multiple)
     curve, now_s = CURVES[name], 50.0
     for index in range(load):
@@ -216,7 +216,7 @@ def written_out(policy: PricedPolicy, now_s: float, deadlines: list[float]) -> t
 )
 @settings(max_examples=400, deadline=None)
 def test_the_decision_is_the_published_rule(count, seed, oldest, name, multiple, load, noise):
-    """For pieces of one row the fast decision equals the rule written out in plain steps (X2, S2)."""
+    """X2, S2: for pieces of one row the fast decision equals the rule written out in plain steps."""
     policy, slo_s = priced(name, multiple)
     now_s, curve = 50.0, CURVES[name]
     gap_s = 1 / (load * max(sustainable_rate(curve, slo_s, ROWS_MAX), 1 / curve.duration_s(1)))
@@ -243,7 +243,7 @@ def test_the_decision_is_the_published_rule(count, seed, oldest, name, multiple,
 )
 @settings(max_examples=200, deadline=None)
 def test_a_feasible_lone_request_on_an_idle_executor_always_runs(name, multiple, rows, share):
-    """It is let in, and after at most one hold it runs while it can still be in time (S2)."""
+    """S2: it is let in, and after at most one hold it runs while it can still be in time."""
     policy, slo_s = priced(name, multiple)
     curve, now_s = CURVES[name], 50.0
     deadline_s = now_s + curve.duration_s(rows) * (1 + 1e-6) + share * slo_s
@@ -263,7 +263,7 @@ def test_a_feasible_lone_request_on_an_idle_executor_always_runs(name, multiple,
 @pytest.mark.parametrize("name", list(CURVES))
 @pytest.mark.parametrize("multiple", [1.2, 1.5, 1.8, 2.2, 2.5, 4.0, 10.0])
 def test_a_batch_is_held_only_where_waiting_pays(name, multiple):
-    """An idle executor holds a lone request if, and only if, D < 2a + c and a second still fits (X2)."""
+    """X2: an idle executor holds a lone request if, and only if, D < 2a + c and a second still fits."""
     policy, slo_s = priced(name, multiple)
     curve = CURVES[name]
     policy.arrived(50.0, 1)
@@ -276,7 +276,7 @@ def test_a_batch_is_held_only_where_waiting_pays(name, multiple):
 
 
 def test_a_held_batch_is_looked_at_early_enough_for_a_late_timer():
-    """A timer that fires a millisecond late does not make a held request hopeless (S2)."""
+    """S2: a timer that fires a millisecond late does not make a held request hopeless."""
     curve = CURVES["gpu"]
     slo_s = 1.5 * curve.duration_s(1)
     policy = PricedPolicy(learner_of(curve), ROWS_MAX, slo_s)
@@ -290,7 +290,7 @@ def test_a_held_batch_is_looked_at_early_enough_for_a_late_timer():
 
 
 def test_the_youngest_are_served_when_the_oldest_would_drag_everyone_down():
-    """Under pressure heads that force a tiny batch are shed for a large one: no metastable crawl (S2)."""
+    """S2: under pressure heads that force a tiny batch are shed for a large one: no metastable crawl."""
     policy, slo_s = priced("mid", 10.0, rows_max=64)
     for index in range(400):
         policy.arrived(50.0 + index * slo_s / 100, 1)  # far above U2
@@ -303,7 +303,7 @@ def test_the_youngest_are_served_when_the_oldest_would_drag_everyone_down():
 
 
 def test_a_quiet_server_serves_the_urgent_head_first():
-    """Without pressure the same queue keeps its heads: nobody is priced out of an idle server (S2)."""
+    """S2: without pressure the same queue keeps its heads: nobody is priced out of an idle server."""
     policy, slo_s = priced("mid", 10.0, rows_max=64)
     policy.arrived(50.0, 1)
     now_s = 50.0 + 4 * slo_s
@@ -315,7 +315,7 @@ def test_a_quiet_server_serves_the_urgent_head_first():
 
 
 def test_the_door_refuses_what_no_schedule_saves():
-    """A request that misses its deadline even if it runs next is refused at once (S2)."""
+    """S2: a request that misses its deadline even if it runs next is refused at once."""
     policy, slo_s = priced()
     now_s, one_row_s = 50.0, CURVES["mid"].duration_s(1)
     policy.arrived(now_s, 1)
@@ -326,7 +326,7 @@ def test_the_door_refuses_what_no_schedule_saves():
 
 
 def test_the_door_adds_up_the_pieces_of_a_large_request():
-    """A request of 40 rows with a cap of 16 needs l(16) + l(16) + l(8) (S2)."""
+    """S2: a request of 40 rows with a cap of 16 needs l(16) + l(16) + l(8)."""
     policy, _ = priced("mid", 40.0)
     curve, now_s = CURVES["mid"], 50.0
     alone_s = 2 * curve.duration_s(16) + curve.duration_s(8)
@@ -338,7 +338,7 @@ def test_the_door_adds_up_the_pieces_of_a_large_request():
 
 
 def test_the_queue_is_bounded_by_what_can_still_be_served():
-    """Little's bound U1 * D + B is published for trimming, and the door is a last line behind it (S2)."""
+    """S2: little's bound U1 * D + B is published for trimming, and the door is a last line behind it."""
     policy, slo_s = priced()
     bound = rate_ceiling(CURVES["mid"], slo_s, ROWS_MAX) * slo_s + ROWS_MAX
     policy.arrived(50.0, 1)
@@ -349,7 +349,7 @@ def test_the_queue_is_bounded_by_what_can_still_be_served():
 
 
 def test_a_policy_that_believes_all_is_lost_probes_once_in_a_while():
-    """After four SLOs without a run one hopeless piece runs, so a bad estimate can be corrected (S2)."""
+    """S2: after four SLOs without a run one hopeless piece runs, so a bad estimate can be corrected."""
     slow = LatencyCurve(1.0, 0.001)
     policy = PricedPolicy(learner_of(slow), ROWS_MAX, 0.1)
     policy.arrived(50.0, 1)
@@ -364,7 +364,7 @@ def test_a_policy_that_believes_all_is_lost_probes_once_in_a_while():
 
 
 def test_padding_rides_to_the_end_of_its_bucket():
-    """With buckets 4 and 16 a head that allows 5 rows gets 4, and one that allows 16 gets all (X2)."""
+    """X2: with buckets 4 and 16 a head that allows 5 rows gets 4, and one that allows 16 gets all."""
     curve = LatencyCurve(0.002, 0.001, 0.0, (4, 16))
     policy = PricedPolicy(CurveLearner([(4, 0.006), (16, 0.018)] * 3, row_buckets=(4, 16)), 16, 1.0)
     policy.arrived(50.0, 1)
@@ -375,7 +375,7 @@ def test_padding_rides_to_the_end_of_its_bucket():
 
 
 def test_fixed_delay_waits_for_the_oldest_or_for_a_full_batch():
-    """Triton's rule: hold until the oldest has waited the delay, unless the batch is full (X2)."""
+    """X2: triton's rule: hold until the oldest has waited the delay, unless the batch is full."""
     policy = FixedDelayPolicy(learner_of(CURVES["mid"]), 4, slo_s=0.1, delay_s=0.005)
 
     held = policy.decide(50.002, [50.1, 50.101], [1, 1])
@@ -387,7 +387,7 @@ def test_fixed_delay_waits_for_the_oldest_or_for_a_full_batch():
 
 
 def test_the_adaptive_cap_grows_by_one_and_shrinks_by_a_tenth():
-    """Clipper's rule: full batches in time add one row, a late one takes a tenth (X2)."""
+    """X2: clipper's rule: full batches in time add one row, a late one takes a tenth."""
     policy = AimdPolicy(learner_of(CURVES["mid"]), 64, slo_s=0.1)
     caps = []
 
@@ -400,13 +400,13 @@ def test_the_adaptive_cap_grows_by_one_and_shrinks_by_a_tenth():
 
 
 def test_an_unknown_policy_is_refused_by_name():
-    """The error names the value and what is accepted (X2)."""
+    """X2: the error names the value and what is accepted."""
     with pytest.raises(ValueError, match="'fifo'; accepted: priced, greedy, fixed_delay, aimd, cork"):
         make_policy("fifo", learner_of(CURVES["mid"]), 8, 0.1)
 
 
 @pytest.mark.parametrize(("rows_max", "slo_s"), [(0, 0.1), (8, 0.0), (8, math.nan)])
 def test_an_impossible_cap_or_objective_is_refused(rows_max, slo_s):
-    """A batch has at least one row and an objective is above zero (X2)."""
+    """X2: a batch has at least one row and an objective is above zero."""
     with pytest.raises(ValueError, match="must be"):
         PricedPolicy(learner_of(CURVES["mid"]), rows_max, slo_s)

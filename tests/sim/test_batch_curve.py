@@ -37,14 +37,14 @@ def worst_error(learner: CurveLearner, factor: float = 1.0) -> float:
 
 
 def test_warm_up_runs_without_jitter_give_the_exact_curve():
-    """Six timed runs are enough to know base and per-row time (X2)."""
+    """X2: six timed runs are enough to know base and per-row time."""
     curve = CurveLearner(WARMUP).curve
 
     assert (curve.base_s, curve.per_row_s) == (pytest.approx(MID.base_s), pytest.approx(MID.per_row_s))
 
 
 def test_serving_with_jitter_keeps_the_curve_within_five_percent():
-    """3 % jitter leaves the curve within 5 % and sigma near 3 % (X2)."""
+    """X2: 3 % jitter leaves the curve within 5 % and sigma near 3 %."""
     learner = CurveLearner(WARMUP)
 
     feed(learner, mixed_sizes(400))
@@ -53,7 +53,7 @@ def test_serving_with_jitter_keeps_the_curve_within_five_percent():
 
 
 def test_jitter_alone_seldom_raises_the_drift_alarm():
-    """A steady curve is alarmed during less than 5 % of its batches, or the memory would never be long (X2)."""
+    """X2: a steady curve is alarmed during less than 5 % of its batches, or the memory would never be long."""
     learner, alarmed = CurveLearner(WARMUP), 0
 
     for rows in mixed_sizes(60):
@@ -67,7 +67,7 @@ def test_jitter_alone_seldom_raises_the_drift_alarm():
 
 @pytest.mark.parametrize("factor", [1.4, 1 / 1.4, 2.0])
 def test_a_drifted_curve_is_learned_within_64_batches(factor):
-    """After the curve moves by 40 % or 100 %, 64 batches bring the estimate within 6 % (X2)."""
+    """X2: after the curve moves by 40 % or 100 %, 64 batches bring the estimate within 6 %."""
     learner = CurveLearner(WARMUP)
     feed(learner, mixed_sizes(300))
 
@@ -77,7 +77,7 @@ def test_a_drifted_curve_is_learned_within_64_batches(factor):
 
 
 def test_a_drift_is_followed_even_when_only_one_size_runs():
-    """At low load every batch has one row; the level follows although the shape cannot be seen (X2)."""
+    """X2: at low load every batch has one row; the level follows although the shape cannot be seen."""
     learner = CurveLearner(WARMUP)
     feed(learner, [1] * 3_000)
 
@@ -87,7 +87,7 @@ def test_a_drift_is_followed_even_when_only_one_size_runs():
 
 
 def test_a_tenfold_slowdown_is_learned_within_a_dozen_batches():
-    """Outliers in a row are not stalls: the fourth moves the level (X2)."""
+    """X2: outliers in a row are not stalls: the fourth moves the level."""
     learner = CurveLearner(WARMUP)
     feed(learner, mixed_sizes(300))
 
@@ -98,7 +98,7 @@ def test_a_tenfold_slowdown_is_learned_within_a_dozen_batches():
 
 @pytest.mark.parametrize("ratio", [100.0, 0.01])
 def test_one_garbage_measurement_moves_the_curve_by_at_most_a_fifth(ratio):
-    """A run of 100x or 1/100 the time, a stall or a batch that failed at once, does not poison (X2)."""
+    """X2: a run of 100x or 1/100 the time, a stall or a batch that failed at once, does not poison."""
     learner = CurveLearner(WARMUP)
     feed(learner, mixed_sizes(300))
 
@@ -109,7 +109,7 @@ def test_one_garbage_measurement_moves_the_curve_by_at_most_a_fifth(ratio):
 
 @pytest.mark.parametrize(("rows", "took_s"), [(0, 0.01), (-1, 0.01), (1, 0.0), (1, -1.0), (1, math.nan), (1, math.inf)])
 def test_a_report_that_is_no_measurement_is_counted_and_ignored(rows, took_s):
-    """Zero rows or a time that is not finite and positive changes nothing but the counter (X2)."""
+    """X2: zero rows or a time that is not finite and positive changes nothing but the counter."""
     learner = CurveLearner(WARMUP)
     before = learner.curve
 
@@ -119,7 +119,7 @@ def test_a_report_that_is_no_measurement_is_counted_and_ignored(rows, took_s):
 
 
 def test_a_batch_counts_as_its_bucket_when_the_runtime_pads():
-    """With buckets 1, 4, 16 a batch of 3 is learned and predicted as one of 4 (X2)."""
+    """X2: with buckets 1, 4, 16 a batch of 3 is learned and predicted as one of 4."""
     learner = CurveLearner([(1, 0.003), (3, 0.006)], row_buckets=(1, 4, 16))
 
     curve = learner.curve
@@ -138,7 +138,7 @@ def test_a_batch_counts_as_its_bucket_when_the_runtime_pads():
 )
 @settings(max_examples=60, deadline=None)
 def test_no_sequence_of_reports_breaks_the_curve(runs):
-    """Whatever is reported, the curve stays finite with base >= 0 and a positive time per row (X2)."""
+    """X2: whatever is reported, the curve stays finite with base >= 0 and a positive time per row."""
     learner = CurveLearner(WARMUP)
 
     for rows, took_s in runs:
@@ -151,7 +151,7 @@ def test_no_sequence_of_reports_breaks_the_curve(runs):
 
 
 def test_the_bounds_have_their_textbook_values():
-    """U1 = b/l(b) with l(b) <= D; U2 with l(b) = D/2; G lies between U2 and U1 beyond U2 (X2)."""
+    """X2: U1 = b/l(b) with l(b) <= D; U2 with l(b) = D/2; G lies between U2 and U1 beyond U2."""
     slo_s = 0.012
 
     bounds = rate_ceiling(MID, slo_s, 64), sustainable_rate(MID, slo_s, 64), fluid_rate(MID, slo_s, 64, 1000.0)
@@ -160,7 +160,7 @@ def test_the_bounds_have_their_textbook_values():
 
 
 def test_the_fluid_rate_equals_the_offered_rate_below_the_sustainable_one():
-    """Up to U2 nothing need be lost (X2)."""
+    """X2: up to U2 nothing need be lost."""
     rate = sustainable_rate(MID, 0.012, 64)
 
     assert [fluid_rate(MID, 0.012, 64, share * rate) for share in (0.1, 0.5, 1.0)] == [
@@ -169,7 +169,7 @@ def test_the_fluid_rate_equals_the_offered_rate_below_the_sustainable_one():
 
 
 def test_the_lossy_limit_is_the_published_formula():
-    """Below 2 l(1) the 99 % rate is 1 / ((2 l(1) - D) / 0.01 - (D - l(1))); beyond it is no obstacle (X2)."""
+    """X2: below 2 l(1) the 99 % rate is 1 / ((2 l(1) - D) / 0.01 - (D - l(1))); beyond it is no obstacle."""
     one_row_s = MID.duration_s(1)
 
     limits = [lossy_rate_limit(MID, multiple * one_row_s) for multiple in (0.9, 1.5, 2.0, 5.0)]
@@ -186,7 +186,7 @@ def test_the_lossy_limit_is_the_published_formula():
 )
 @settings(max_examples=200, deadline=None)
 def test_degenerate_curves_have_finite_ordered_bounds(base_s, per_row_s, slo_s, rows_max, rate):
-    """Free rows, no base cost or a hopeless objective give finite rates with G at most the offered (X2)."""
+    """X2: free rows, no base cost or a hopeless objective give finite rates with G at most the offered."""
     curve = LatencyCurve(base_s, per_row_s)
 
     ceiling, sustainable = rate_ceiling(curve, slo_s, rows_max), sustainable_rate(curve, slo_s, rows_max)
@@ -199,6 +199,6 @@ def test_degenerate_curves_have_finite_ordered_bounds(base_s, per_row_s, slo_s, 
 
 @pytest.mark.parametrize("values", [(-1.0, 0.1, 0.0, ()), (0.1, math.nan, 0.0, ()), (0.1, 0.1, 0.0, (4, 2))])
 def test_an_impossible_curve_is_refused(values):
-    """Negative or undefined times and unordered buckets are named in the error (X2)."""
+    """X2: negative or undefined times and unordered buckets are named in the error."""
     with pytest.raises(ValueError, match="must be"):
         LatencyCurve(*values)

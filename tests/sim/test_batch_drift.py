@@ -3,17 +3,10 @@
 import math
 
 import pytest
-from harness import CURVES, ROWS_MAX, Outcome, Traffic, play, slo_of, warmed_learner
+from harness import CURVES, ROWS_MAX, FrozenLearner, Outcome, Traffic, play, slo_of, warmed_learner
 
 from headrace.data_plane.batch_curve import CurveLearner, LatencyCurve, fluid_rate, sustainable_rate
 from headrace.data_plane.batch_policy import PricedPolicy
-
-
-class FrozenLearner(CurveLearner):
-    """Keeps the warm-up profile for ever."""
-
-    def see(self, rows: int, took_s: float) -> None:
-        """Learn nothing."""
 
 
 def slower(curve: LatencyCurve, factor: float) -> LatencyCurve:
@@ -31,9 +24,7 @@ def drift(name: str, factor: float, load: float, is_frozen: bool = False) -> tup
     rate = load * sustainable_rate(slow, slo_s, ROWS_MAX)
     traffic = Traffic(slo_s, 1_200 * slo_s, rate, seed=7)
     jitter = traffic.jitter
-    learner = warmed_learner(fast, jitter)
-    if is_frozen:
-        learner = FrozenLearner([(rows, fast.duration_s(rows) * jitter[rows]) for rows in (1, 1, 1, 8, 8, 8)])
+    learner = warmed_learner(fast, jitter, FrozenLearner if is_frozen else CurveLearner)
     outcome = play(
         PricedPolicy(learner, ROWS_MAX, slo_s),
         traffic.at(rate),
@@ -51,7 +42,7 @@ def goodput(outcome: Outcome, first_batch: int, last_batch: int | None = None) -
 
 @pytest.mark.parametrize("name", list(CURVES))
 def test_a_forty_percent_drift_costs_little_from_the_65th_batch_on(name):
-    """After l(b) rises by 40 % goodput is at least 0.85 of the new G from the 65th batch on (X2)."""
+    """X2: after l(b) rises by 40 % goodput is at least 0.85 of the new G from the 65th batch on."""
     outcome, fluid, slow_from = drift(name, 1.4, load=1.2)
 
     assert goodput(outcome, slow_from + 64) >= 0.85 * fluid
@@ -59,7 +50,7 @@ def test_a_forty_percent_drift_costs_little_from_the_65th_batch_on(name):
 
 @pytest.mark.parametrize("name", list(CURVES))
 def test_a_drift_does_not_stop_service_while_it_is_being_learned(name):
-    """Within the 64 batches after a 40 % drift goodput stays above half of the new G (X2)."""
+    """X2: within the 64 batches after a 40 % drift goodput stays above half of the new G."""
     outcome, fluid, slow_from = drift(name, 1.4, load=1.2)
 
     assert goodput(outcome, slow_from, slow_from + 64) >= 0.5 * fluid
@@ -67,7 +58,7 @@ def test_a_drift_does_not_stop_service_while_it_is_being_learned(name):
 
 @pytest.mark.parametrize("name", ["mid", "cpu"])
 def test_learning_beats_a_profile_frozen_at_load_time(name):
-    """After the drift goodput is at least 1.3x that of the same policy with a frozen profile (X2)."""
+    """X2: after the drift goodput is at least 1.3x that of the same policy with a frozen profile."""
     learned, _, slow_from = drift(name, 1.4, load=1.2)
     frozen, _, _ = drift(name, 1.4, load=1.2, is_frozen=True)
 
@@ -76,7 +67,7 @@ def test_learning_beats_a_profile_frozen_at_load_time(name):
 
 @pytest.mark.parametrize("name", list(CURVES))
 def test_one_stall_of_a_hundred_batches_poisons_nothing(name):
-    """From one SLO after a 100x stall on, as many rows are in time as without the stall, within 1 % (X2)."""
+    """X2: from one SLO after a 100x stall on, as many rows are in time as without the stall, within 1 %."""
     curve = CURVES[name]
     slo_s = slo_of(curve, 4.0)
     rate = 0.5 * sustainable_rate(curve, slo_s, ROWS_MAX)
@@ -103,7 +94,7 @@ def test_one_stall_of_a_hundred_batches_poisons_nothing(name):
 
 
 def test_a_bad_minute_that_taught_hopelessness_is_unlearned():
-    """After an executor was 50x slower for a while and everything was refused, service resumes (S2)."""
+    """S2: after an executor was 50x slower for a while and everything was refused, service resumes."""
     curve = CURVES["mid"]
     slo_s = slo_of(curve, 4.0)
     rate = 0.4 * sustainable_rate(curve, slo_s, ROWS_MAX)
@@ -125,7 +116,7 @@ def test_a_bad_minute_that_taught_hopelessness_is_unlearned():
 
 @pytest.mark.parametrize("name", list(CURVES))
 def test_a_spike_is_forgotten_within_two_objectives(name):
-    """After 3x U2 for a while the share in time is back at 98 % two SLOs after the spike ends (S2)."""
+    """S2: after 3x U2 for a while the share in time is back at 98 % two SLOs after the spike ends."""
     curve = CURVES[name]
     slo_s = slo_of(curve, 10.0)
     sustainable = sustainable_rate(curve, slo_s, ROWS_MAX)
@@ -150,7 +141,7 @@ def test_a_spike_is_forgotten_within_two_objectives(name):
 
 
 def test_input_dependent_times_fall_back_to_feedback_and_still_serve():
-    """With times spread tenfold by the input the curve is not trusted, and 80 % at 20 % load are in time (X2)."""
+    """X2: with times spread tenfold by the input the curve is not trusted, and 80 % at 20 % load are in time."""
     curve = CURVES["mid"]
     slo_s = slo_of(curve, 20.0)
     rate = 0.2 * sustainable_rate(curve, slo_s, ROWS_MAX)

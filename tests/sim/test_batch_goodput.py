@@ -114,7 +114,7 @@ def greedy_in_time_share(curve: LatencyCurve, slo_s: float, rate: float, rows_ma
 
 @pytest.mark.parametrize(("name", "multiple", "rate"), [("mid", 4.0, 450.0), ("cpu", 4.0, 250.0)])
 def test_the_simulated_greedy_server_agrees_with_its_markov_chain(name, multiple, rate):
-    """The simulator is right where theory is exact: greedy without cap or jitter under Poisson load (X2)."""
+    """X2: the simulator is right where theory is exact: greedy without cap or jitter under Poisson load."""
     curve, slo_s = CURVES[name], slo_of(CURVES[name], multiple)
     arrivals = Traffic(slo_s, 12_000 * slo_s, rate, seed=11).at(rate)
     policy = GreedyPolicy(warmed_learner(curve, [1.0] * 8), 10**6, slo_s)
@@ -125,7 +125,7 @@ def test_the_simulated_greedy_server_agrees_with_its_markov_chain(name, multiple
 
 
 def test_the_99_percent_rate_beats_every_fixed_batching_delay():
-    """R99 over nine cells is at least 1.10x the best fixed size-and-delay setting (X2)."""
+    """X2: R99 over nine cells is at least 1.10x the best fixed size-and-delay setting."""
     found = rates(120, seed=7)
 
     ratio = geometric_mean(gain(found, best_of(found, FIXED)))
@@ -134,7 +134,7 @@ def test_the_99_percent_rate_beats_every_fixed_batching_delay():
 
 
 def test_the_99_percent_rate_beats_feedback_on_the_batch_cap():
-    """R99 over nine cells is at least 1.15x Clipper's AIMD, better of its two feedbacks (X2)."""
+    """X2: R99 over nine cells is at least 1.15x Clipper's AIMD, better of its two feedbacks."""
     found = rates(120, seed=7)
 
     ratio = geometric_mean(gain(found, best_of(found, AIMD)))
@@ -143,7 +143,7 @@ def test_the_99_percent_rate_beats_feedback_on_the_batch_cap():
 
 
 def test_no_cell_is_far_below_the_best_rival_of_that_cell():
-    """R99 is at least 0.90x the best of all rivals picked per cell, and on average no worse than corking (X2)."""
+    """X2: R99 is at least 0.90x the best of all rivals picked per cell, and on average no worse than corking."""
     found = rates(120, seed=7)
 
     worst = min(gain(found, best_of(found, {**FIXED, **AIMD, **CORK})))
@@ -154,7 +154,7 @@ def test_no_cell_is_far_below_the_best_rival_of_that_cell():
 
 @pytest.mark.parametrize(("name", "multiple"), CELLS)
 def test_overload_keeps_most_of_what_is_possible(name, multiple):
-    """At 1.5x, 3x and 10x U2 in-time answers are at least 0.85 of the fluid optimum G (S2)."""
+    """S2: at 1.5x, 3x and 10x U2 in-time answers are at least 0.85 of the fluid optimum G."""
     curve, slo_s = CURVES[name], slo_of(CURVES[name], multiple)
     horizon_s = _overload_traffic(name, multiple, 7, 60).horizon_s
     sustainable = sustainable_rate(curve, slo_s, ROWS_MAX)
@@ -169,14 +169,14 @@ def test_overload_keeps_most_of_what_is_possible(name, multiple):
 
 @pytest.mark.parametrize(("name", "multiple"), CELLS)
 def test_overload_runs_hardly_anything_that_ends_late(name, multiple):
-    """At 1.5x, 3x and 10x U2 at most 6 % of the executed rows end late (S2)."""
+    """S2: at 1.5x, 3x and 10x U2 at most 6 % of the executed rows end late."""
     shares = {load: outcome.late_share for load, outcome in overload(name, multiple, 7, 60).items()}
 
     assert {load: share for load, share in shares.items() if share > 0.06} == {}
 
 
 def test_a_sudden_surge_is_met_with_the_right_margin_at_once():
-    """Of the first 16 batches after load jumps from 0.3x to 10x U2 at most 6 % of the rows end late (S2)."""
+    """S2: of the first 16 batches after load jumps from 0.3x to 10x U2 at most 6 % of the rows end late."""
     curve, slo_s = CURVES["gpu"], slo_of(CURVES["gpu"], 2.5)
     sustainable = sustainable_rate(curve, slo_s, ROWS_MAX)
     first = []
@@ -198,7 +198,7 @@ def test_a_sudden_surge_is_met_with_the_right_margin_at_once():
 
 @pytest.mark.parametrize(("name", "multiple"), CELLS)
 def test_more_load_never_means_fewer_answers(name, multiple):
-    """Goodput does not collapse: a higher load keeps at least 0.97x the in-time answers of a lower (S2)."""
+    """S2: goodput does not collapse: a higher load keeps at least 0.97x the in-time answers of a lower."""
     in_time = [outcome.in_time for outcome in overload(name, multiple, 7, 60).values()]
 
     kept = [higher / lower for lower, higher in itertools.pairwise(in_time)]
@@ -208,7 +208,7 @@ def test_more_load_never_means_fewer_answers(name, multiple):
 
 @pytest.mark.parametrize(("load", "factor"), [(1.5, 4.0), (3.0, 25.0)])
 def test_overload_beats_a_greedy_server_with_a_queue_timeout(load, factor):
-    """In-time answers are 4x those of greedy with timeout at 1.5x U2, 25x at 3x, as a geometric mean (S2)."""
+    """S2: in-time answers are 4x those of greedy with timeout at 1.5x U2, 25x at 3x, as a geometric mean."""
     ratios = []
     for name, multiple in CELLS:
         curve, slo_s = CURVES[name], slo_of(CURVES[name], multiple)
@@ -221,7 +221,7 @@ def test_overload_beats_a_greedy_server_with_a_queue_timeout(load, factor):
 
 @pytest.mark.parametrize(("name", "multiple"), CELLS)
 def test_an_idle_server_answers_as_fast_as_a_greedy_one(name, multiple):
-    """At 20 % load mean latency is at most 1.05x greedy's: nothing waits for company that may not come (X2)."""
+    """X2: at 20 % load mean latency is at most 1.05x greedy's: nothing waits for company that may not come."""
     curve, slo_s = CURVES[name], slo_of(CURVES[name], multiple)
     rate = 0.2 * sustainable_rate(curve, slo_s, ROWS_MAX)
     traffic = Traffic(slo_s, 2_000 / rate, rate, seed=7)
@@ -234,7 +234,7 @@ def test_an_idle_server_answers_as_fast_as_a_greedy_one(name, multiple):
 
 @pytest.mark.parametrize(("name", "multiple"), [("gpu", 4.0), ("gpu", 10.0), ("mid", 10.0), ("cpu", 20.0)])
 def test_pieces_of_many_rows_keep_the_overload_promise(name, multiple):
-    """With pieces of 1 to 8 rows in-time rows at 1.5x and 10x U2 are at least 0.85 of G, at most 6 % late (S2)."""
+    """S2: with pieces of 1 to 8 rows in-time rows at 1.5x and 10x U2 are at least 0.85 of G, at most 6 % late."""
     curve, slo_s = CURVES[name], slo_of(CURVES[name], multiple)
     sustainable = sustainable_rate(curve, slo_s, ROWS_MAX)
     traffic = Traffic(slo_s, max(60 * slo_s, 4_000 / sustainable), 10 * sustainable / 4.5, seed=5)
@@ -259,7 +259,7 @@ def test_pieces_of_many_rows_keep_the_overload_promise(name, multiple):
 
 @pytest.mark.parametrize("name", list(CURVES))
 def test_every_row_is_accounted_for_and_batches_keep_the_order(name):
-    """Received rows are in time, late, shed or refused, once each, and no batch overtakes another (S2)."""
+    """S2: received rows are in time, late, shed or refused, once each, and no batch overtakes another."""
     outcome = overload(name, 4.0, 7, 60)[3.0]
 
     served = [piece for batch in outcome.batches for piece in batch.pieces]
@@ -270,7 +270,7 @@ def test_every_row_is_accounted_for_and_batches_keep_the_order(name):
 
 @pytest.mark.parametrize("multiple", [1.3, 1.6, 1.9])
 def test_an_objective_below_two_batches_loses_what_theory_says(multiple):
-    """At the published lossy rate limit an SLO below 2 l(1) is met by 98.5 to 99.5 % (X2)."""
+    """X2: at the published lossy rate limit an SLO below 2 l(1) is met by 98.5 to 99.5 %."""
     curve = CURVES["gpu"]
     slo_s = slo_of(curve, multiple)
     rate = lossy_rate_limit(curve, slo_s)
@@ -285,7 +285,7 @@ def test_an_objective_below_two_batches_loses_what_theory_says(multiple):
 @pytest.mark.parametrize("seed", [7, 21, 3, 101, 102])
 @pytest.mark.parametrize("is_bursty", [False, True], ids=["poisson", "mmpp"])
 def test_the_full_table_of_seeds_and_bursts_holds(seed, is_bursty):
-    """The rate goals hold for five seeds, and under bursts no rival leads on average (X2)."""
+    """X2: the rate goals hold for five seeds, and under bursts no rival leads on average."""
     found = rates(200, seed, is_bursty)
 
     ratios = [geometric_mean(gain(found, best_of(found, names))) for names in (FIXED, AIMD, CORK)]
@@ -299,7 +299,7 @@ def test_the_full_table_of_seeds_and_bursts_holds(seed, is_bursty):
 @pytest.mark.parametrize("seed", [21, 3, 101, 102])
 @pytest.mark.parametrize(("name", "multiple"), CELLS)
 def test_overload_goals_hold_for_other_seeds(name, multiple, seed):
-    """Goodput, lateness and absence of collapse hold for four more seeds and a longer run (S2)."""
+    """S2: goodput, lateness and absence of collapse hold for four more seeds and a longer run."""
     curve, slo_s = CURVES[name], slo_of(CURVES[name], multiple)
     horizon_s = _overload_traffic(name, multiple, seed, 120).horizon_s
     sustainable = sustainable_rate(curve, slo_s, ROWS_MAX)

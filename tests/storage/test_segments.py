@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import shutil
 import signal
 import struct
 import subprocess
@@ -476,3 +477,72 @@ def test_a_folder_that_may_not_be_written_stops_nothing_but_records(tmp_path: Pa
     assert "" == finished.stderr
     assert "{'dropped': 2}" in finished.stdout
     assert "Permission denied" in finished.stdout
+
+
+async def test_a_segment_that_somebody_deletes_takes_no_later_record_with_it(tmp_path: Path) -> None:
+    """O3: writes to a deleted file succeed and vanish; a strict answer must not rest on one."""
+    folder = tmp_path / "worker-1"
+    writer = Writer(folder)
+    assert await writer.commit(a_record("before"))
+    for path in folder.glob("*.seg"):
+        path.unlink()
+    assert await writer.commit(a_record("after"))
+    folder_gone = [record.request_id for record in iter_records(folder)]
+    shutil.rmtree(folder)
+    assert await writer.commit(a_record("after the folder"))
+    found = [record.request_id for record in iter_records(folder)]
+    await writer.sink.close()
+
+    assert ["after"] == folder_gone
+    assert ["after the folder"] == found
+
+
+async def test_what_has_queued_behind_a_slow_disk_keeps_to_the_disk_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """O3: twenty times the bound arrives while one sync hangs; it is written in portions, so that the oldest can go."""
+    bound = 1 << 20
+    go_on = threading.Event()
+    fdatasync = os.fdatasync
+
+    def hang(fd: int) -> None:
+        go_on.wait(10)
+        fdatasync(fd)
+
+    writer = Writer(tmp_path, Settings(records_bytes_max=bound))
+    await until(lambda: writer.sink.is_writable)
+    monkeypatch.setattr(segments.os, "fdatasync", hang)
+    first = writer.commit(a_record("first"))
+    most_bytes = 0
+
+    def watch(outcome: str, count: int) -> None:
+        nonlocal most_bytes
+        most_bytes = max(most_bytes, sum(path.stat().st_size for path in tmp_path.glob("*.seg")))
+
+    for index in range(200):
+        writer.sink.write([a_record(f"r{index}", inputs=bytes(100_000))])
+    writer.sink._on_outcome = watch
+    go_on.set()
+    assert await first
+    await writer.sink.close()
+    sizes = [path.stat().st_size for path in tmp_path.glob("*.seg")]
+    found = [record.request_id for record in iter_records(tmp_path)]
+
+    assert sum(sizes) <= bound + 200_000
+    assert most_bytes <= bound + 400_000
+    assert f"r{199}" == found[-1]
+
+
+async def test_a_reader_whose_segments_are_removed_under_it_reads_the_others(tmp_path: Path) -> None:
+    """O3: keeping to the disk bound deletes what a reader has listed, or holds open, and never ends it."""
+    for index in range(3):
+        await make_segment(tmp_path, a_record(f"{index}-a"), a_record(f"{index}-b"))
+    paths = sorted(tmp_path.glob("*.seg"))
+    reader = iter_records(tmp_path)
+    first = next(reader)
+    for path in paths[:2]:
+        path.unlink()
+    rest = [record.request_id for record in reader]
+
+    assert "0-a" == first.request_id
+    assert ["0-b", "2-a", "2-b"] == rest

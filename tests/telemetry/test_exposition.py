@@ -205,3 +205,12 @@ def test_slots_of_other_processes_count_and_are_no_worker(fleet: Fleet) -> None:
 
     assert samples['replica_restarts_total{endpoint="flower",model="iris",version="1"}'] == 1
     assert not [name for name in samples if name.startswith(("worker_", "connections"))]
+
+
+@pytest.mark.parametrize("version", ["x.y", "", "..", "1.0.0.0.0"])
+def test_a_version_that_is_none_is_answered_in_the_plain_format(fleet: Fleet, version: str) -> None:
+    """O2: whoever asks for a format that does not exist is told the metrics, not an internal error."""
+    body, content_type = fleet.scrape(f"text/plain;version={version}")
+
+    assert "headrace_build_info" in body
+    assert content_type.startswith("text/plain")

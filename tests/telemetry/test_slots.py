@@ -314,6 +314,46 @@ def test_a_full_disk_costs_keys_and_not_the_worker(path: Path, monkeypatch: pyte
     assert path.stat().st_blocks * 512 <= 128 * 1024
 
 
+@pytest.mark.parametrize("kept_bytes", [0, 7, 128, 200, 256, 400, 1000, 4096, 5000])
+def test_a_file_that_was_cut_short_is_taken_on_with_what_is_left_of_it(path: Path, kept_bytes: int) -> None:
+    """O1: whatever somebody left of the file, the next worker starts, counts on, and has room for its keys."""
+    first = SlotWriter.open(path)
+    first.counter("early").add(3)
+    for number in range(100):
+        ledger = first.ledger(f"m{number}")
+        ledger.received()
+    first.close()
+    del first, ledger
+    os.truncate(path, kept_bytes)
+    second = SlotWriter.open(path)
+    second.counter("late").add()
+    for number in range(100):
+        second.ledger(f"m{number}").received()
+    values = read_slots(path)
+
+    assert 0 == values.dropped
+    assert [({}, 1.0)] == list(values.counters("late"))
+    assert {1} == {values.ledgers[f"m{number}"].in_flight for number in range(100)}
+    assert {0} == {row.difference for row in values.ledgers.values()}
+
+
+def test_the_last_page_of_a_full_disk_is_enough_to_start(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """O1, F7: there is room for one page and no more; the worker starts and counts what fits."""
+
+    def nearly_full(fd: int, offset: int, length: int) -> None:
+        if offset + length > 4096:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(slots.os, "posix_fallocate", nearly_full)
+    writer = SlotWriter.open(path)
+    for number in range(100):
+        writer.ledger(f"m{number}").received()
+    values = read_slots(path)
+
+    assert values.dropped > 0
+    assert 100 == sum(row.received for row in values.ledgers.values())
+
+
 # ---------------------------------------------------------------------------------------------------- neighbours
 
 

@@ -269,6 +269,27 @@ def test_every_error_is_json_with_error_and_code(
     assert {"error", "code"} == set(json.loads(body))
 
 
+def test_a_deeply_nested_index_request_is_the_callers_fault(server: ServerProcess) -> None:
+    """P3: unknown members are passed over, but not without end."""
+    body = b'{"unknown":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    status, _, reply = server.request("POST", "/v2/repository/index", body)
+
+    assert (400, "malformed_json") == (status, json.loads(reply)["code"])
+
+
+def test_statistics_are_told_although_the_counters_of_one_worker_are_damaged(server: ServerProcess) -> None:
+    """O1: a slots file that nobody can read hides its own counts only."""
+    foreign = server.home / "run" / "worker-9.slots"
+    foreign.write_bytes(b"HRSLOT99" + bytes(4088))
+    try:
+        status, _, reply = server.request("GET", "/v2/models/stats")
+    finally:
+        foreign.unlink()
+
+    assert 200 == status
+    assert len(json.loads(reply)["model_stats"]) > 10
+
+
 def test_malformed_json_is_the_callers_fault(server: ServerProcess) -> None:
     """P3."""
     for body in (

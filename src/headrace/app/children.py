@@ -54,6 +54,8 @@ class Child:
         ready_s: Monotonic time at which it first said that it serves.
         report: A worker's last report.
         is_retiring: It was told to leave because another took its place.
+        beat_s: A worker's last sign of life, as last seen.
+        still_s: For how long that has been the same, as far as the supervisor was awake to see it.
     """
 
     name: str
@@ -64,6 +66,8 @@ class Child:
     ready_s: float | None = None
     report: WorkerReport | None = field(default=None)
     is_retiring: bool = False
+    beat_s: float = 0.0
+    still_s: float = 0.0
 
     @property
     def pid(self) -> int:

@@ -212,6 +212,7 @@ class Control:
         )
         self._server = uvicorn.Server(config)
         self._reloading: asyncio.Task[None] | None = None
+        self._is_reload_wanted = False
 
     async def run(self, lifeline_fd: int | None, status_fd: int | None) -> None:
         """Serve until the supervisor says so or is gone."""
@@ -231,8 +232,16 @@ class Control:
         self._server.should_exit = True
 
     def _reload_soon(self) -> None:
+        """However many signals come during one reload, one more follows it: what they are about may have changed after
+        the one under way had read it."""
+        self._is_reload_wanted = True
         if self._reloading is None or self._reloading.done():
-            self._reloading = asyncio.ensure_future(self._reload())
+            self._reloading = asyncio.ensure_future(self._reload_while_wanted())
+
+    async def _reload_while_wanted(self) -> None:
+        while self._is_reload_wanted:
+            self._is_reload_wanted = False
+            await self._reload()
 
     async def _reload(self) -> None:
         """Digests of large files take seconds, so it happens on a thread; what is served stays on any error."""

@@ -6,6 +6,7 @@ because the loop is one thing: start, death, memory and stop change the same few
 
     start    sockets → settings → settle what an earlier run left → workers → control → start screen
     death    settle its counters → count → wait (0.1 s doubling to 10 s) → same number again
+    hung     no sign of life for longer than a model run may take → SIGKILL, then as death
     memory   above memory_bytes_max: spare worker → ready → old one retires (SIGUSR1) → gone
     stop     SIGTERM to workers → drain_s_max + 5 s → SIGKILL → settle → control last → exit
 
@@ -20,6 +21,7 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Protocol
@@ -33,6 +35,7 @@ from headrace.app.start import PYTHON, StartError, prepare_home, read_settings, 
 from headrace.config import Settings
 from headrace.home import Home, write_atomically
 from headrace.report import WorkerReport
+from headrace.telemetry.stderr import put_line
 
 if TYPE_CHECKING:
     from headrace.telemetry.metrics import Meter
@@ -42,6 +45,8 @@ FIRST_STARTS_MAX: Final = 5  # a worker that dies this often before anything was
 STOP_MARGIN_S: Final = 5.0
 CONTROL_STOP_S: Final = 5.0
 MEMORY_LOOK_S: Final = 1.0
+BEAT_LOOK_S: Final = 1.0
+HUNG_S_MIN: Final = 10.0  # however short a model run may be, a machine that is busy may hold up a worker for seconds
 SCREEN_S_MAX: Final = 5.0
 
 WORKER_COMMAND: Final = (*PYTHON, "-m", "headrace.app.worker")
@@ -74,6 +79,10 @@ class Counters(Protocol):
 
     def settle(self, slots_file: Path) -> None:
         """End what a dead worker held as `failed{code=worker_lost}`."""
+        ...
+
+    def heartbeat_s(self, slots_file: Path) -> float:
+        """When a worker last said that it lives, monotonic seconds; 0 when that is not known."""
         ...
 
     def count_restart(self, report: WorkerReport | None) -> None:
@@ -129,6 +138,7 @@ class Supervisor:
         self._replacing: tuple[int, int] | None = None  # (worker that goes, worker that comes)
         self._was_ever_ready = False
         self._is_reload_wanted = False
+        self._signals: deque[int] = deque()
         self._stop_signal: int | None = None
 
     # --------------------------------------------------------------------------------------------------- the run
@@ -155,6 +165,7 @@ class Supervisor:
         # Late, while the workers load: neither is needed to get them going.
         _set_title("headrace: supervisor")
         self._tick_screen()
+        self._after(BEAT_LOOK_S, self._look_for_hung_workers)
         if self.settings.memory_bytes_max:
             self._after(MEMORY_LOOK_S, self._look_at_memory)
         while self._phase != "done":
@@ -187,12 +198,12 @@ class Supervisor:
         for path in self.home.run.glob("worker-*.slots"):
             self._settle(path)
         for path in self.home.run.glob("worker-*.json"):
-            path.unlink(missing_ok=True)
+            _remove(path)
 
     def _tidy(self) -> None:
         if self._screen is not None:
             self._screen.close()
-        self.home.pid_file().unlink(missing_ok=True)
+        _remove(self.home.pid_file())
 
     # --------------------------------------------------------------------------------------------------- signals
 
@@ -206,11 +217,17 @@ class Supervisor:
         # nohup starts us with SIGHUP ignored; that wish stands.
         hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, *hangup):
-            signal.signal(signum, lambda *_: None)  # the wake-up descriptor carries the number
+            signal.signal(signum, self._note_signal)
         self._selector.register(wake_read, selectors.EVENT_READ, self._on_signals)
 
+    def _note_signal(self, signum: int, _frame: object) -> None:
+        # The wake-up descriptor only wakes: in a storm of signals its buffer fills, and a SIGTERM would find no room.
+        self._signals.append(signum)
+
     def _on_signals(self) -> None:
-        for signum in self._wake[0].recv(4096):
+        self._wake[0].recv(1 << 16)
+        while self._signals:
+            signum = self._signals.popleft()
             if signum in (signal.SIGTERM, signal.SIGINT):
                 self._on_stop_signal(signum)
             elif signum == signal.SIGHUP:
@@ -333,7 +350,7 @@ class Supervisor:
         self._settle(self.home.slots_file(child.number))
         if child.report is None:
             child.report = read_report(self.home.report_file(child.number))
-        self.home.report_file(child.number).unlink(missing_ok=True)
+        _remove(self.home.report_file(child.number))
         if self._phase == "serving":
             self._on_worker_exit(child, code)
         elif not self._workers:
@@ -398,8 +415,25 @@ class Supervisor:
             self._phase = "done"
 
     def _settle(self, slots_file: Path) -> None:
-        if slots_file.exists():
+        if os.path.exists(slots_file):  # Path.exists raises when it may not look
             self._counters.settle(slots_file)
+
+    def _look_for_hung_workers(self) -> None:
+        """End a worker whose loop turns no more: nothing inside it can say so, and its callers would wait for ever."""
+        if self._phase != "serving":
+            return
+        self._after(BEAT_LOOK_S, self._look_for_hung_workers)
+        for child in self._workers.values():
+            if child.report is None:
+                continue  # what the file says is its predecessor's
+            beat_s = self._counters.heartbeat_s(self.home.slots_file(child.number))
+            # Looks are counted, not seconds: when a whole machine was paused, everybody's last sign of life is old.
+            child.still_s = child.still_s + BEAT_LOOK_S if beat_s and beat_s == child.beat_s else 0.0
+            child.beat_s = beat_s
+            if child.still_s > max(self.settings.run_s_max, HUNG_S_MIN):
+                child.still_s = 0.0
+                _say(f"{child.name} (pid {child.pid}) gives no sign of life; it is killed")
+                child.signal(signal.SIGKILL)
 
     # ----------------------------------------------------------------------------------------------------- memory
 
@@ -492,11 +526,18 @@ def _reasons(child: Child) -> list[str]:
     return [f"  {each.endpoint} version {each.version}: {each.problem}" for each in replicas if each.problem]
 
 
-def _say(*lines: str) -> None:
+def _remove(path: Path) -> None:
+    """Remove a file if that is possible: a disk that has just become read-only must not end the server."""
     try:
-        print("\n".join(f"headrace: {line}" for line in lines), file=sys.stderr, flush=True)
-    except OSError:
-        pass  # whoever read us is gone; that is no reason to stop serving
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        _say(f"{path} cannot be removed: {error.strerror or error}")
+
+
+def _say(*lines: str) -> None:
+    # Whoever reads us may be gone, or paused; that is no reason to stop looking after the workers.
+    for line in lines:
+        put_line(f"headrace: {line}".encode("utf-8", "backslashreplace"))
 
 
 def _has_terminal() -> bool:
@@ -514,7 +555,7 @@ def _set_title(title: str) -> None:
 
 
 class SlotCounters:
-    """Counters in memory-mapped slots; their modules are imported at the first death, which a good run never sees."""
+    """Counters in memory-mapped slots; their modules are imported when first needed, after the workers were started."""
 
     def __init__(self, home: Home) -> None:
         self._home = home
@@ -531,6 +572,12 @@ class SlotCounters:
             return
         for endpoint, count in lost.items():
             _say(f"{endpoint}: {count} requests ended as failed, code worker_lost")
+
+    def heartbeat_s(self, slots_file: Path) -> float:
+        """From the head of the file."""
+        from headrace.telemetry.slots import peek_heartbeat_s
+
+        return peek_heartbeat_s(slots_file)
 
     def count_restart(self, report: WorkerReport | None) -> None:
         """Count into `run/supervisor.slots`."""

@@ -3,8 +3,9 @@
     python -m headrace.app.worker --number 1 --home DIR --listen-fd 3 --lifeline-fd 4 --status-fd 5 --workers 2
 
 The supervisor starts it so; `headrace worker` starts one alone (`--standalone`), which then listens and serves its own
-metrics. SIGTERM drains, a second one ends at once; SIGUSR1 retires: the worker stops accepting, answers what its
-connections still send and leaves when they have gone. End of file on the lifeline means that the supervisor has died.
+metrics. SIGTERM drains; a second one ends at once, unless there is a supervisor to do that. SIGUSR1 retires: the worker
+stops accepting, answers what its connections still send and leaves when they have gone. End of file on the lifeline
+means that the supervisor has died.
 
 Exit codes: 0 drained; 3 nothing can be served (the report says why); 4 a model run got stuck and the worker wants to
 be replaced.
@@ -15,6 +16,7 @@ import asyncio
 import contextlib
 import gc
 import importlib
+import logging
 import os
 import signal
 import socket
@@ -47,9 +49,9 @@ from headrace.ports import Runtime, RuntimeLoader
 from headrace.report import WorkerReport, WorkerState
 from headrace.snapshot import RuntimeOptions, Snapshot, VersionSpec, make_snapshot
 from headrace.storage.segments import SegmentWriter
-from headrace.telemetry.logs import log, log_unexpected
+from headrace.telemetry.logs import LibraryLogs, log, log_unexpected
 from headrace.telemetry.metrics import RecordFold
-from headrace.telemetry.slots import SlotValues, SlotWriter, peek_connections, read_slots
+from headrace.telemetry.slots import SlotsInUse, SlotsUnreadable, SlotValues, SlotWriter, peek_connections, read_slots
 
 RUNTIMES: Final = {"onnx": "headrace.runtimes.onnx", "sleep": "headrace.testing.sleep_runtime"}
 """Adapter by name; imported when its first model is loaded, so that a worker carries only what it uses."""
@@ -87,6 +89,9 @@ class Worker:
         self._settings = settings
         self._listening = listening
         self._status_fd = status_fd
+        self._is_supervised = status_fd is not None
+        if status_fd is not None:
+            os.set_blocking(status_fd, False)  # a supervisor that is stopped must not stop its workers
         self._neighbours = [home.slots_file(other) for other in range(1, 2 * workers + 2) if other != number]
         self._state: WorkerState = "starting"
         self._started_s = 0.0
@@ -178,6 +183,8 @@ class Worker:
         if self._stop.is_set():
             return
         desired = self._home.desired_id()
+        if desired is None and not self._pipeline.snapshot_id:
+            desired = self._home.last_good_id()  # nothing is desired in readable form, and there is nothing to keep
         if desired is None or (desired == self._pipeline.snapshot_id and not self._is_retry_due()):
             return
         snapshot = self._read_snapshot(desired)
@@ -311,8 +318,12 @@ class Worker:
         return self._plane.is_ready, self._plane.not_ready()
 
     def _read_all_slots(self) -> list[SlotValues]:
-        files = sorted(self._home.run.glob("worker-*.slots"))
-        return [read_slots(path) for path in files]
+        values = []
+        for path in sorted(self._home.run.glob("worker-*.slots")):
+            # One damaged file, or one that is just being replaced, must not hide what the others have counted.
+            with contextlib.suppress(OSError, SlotsUnreadable):
+                values.append(read_slots(path))
+        return values
 
     def _write_report(self) -> None:
         report = WorkerReport(
@@ -331,7 +342,8 @@ class Worker:
             write_atomically(self._home.report_file(self._number), msgspec.json.encode(report), is_synced=False)
             self._last_report = report
             if self._status_fd is not None:
-                os.write(self._status_fd, b"\n")
+                with contextlib.suppress(BlockingIOError):  # full of news that nobody has read yet
+                    os.write(self._status_fd, b"\n")
         except OSError as error:  # a full disk or a dead supervisor must not stop the path
             log("warning", "report not written", reason=str(error))
 
@@ -341,11 +353,14 @@ class Worker:
         """The supervisor has died: nobody would restart or stop this worker any more."""
         asyncio.get_running_loop().remove_reader(lifeline_fd)
         log("warning", "supervisor gone, draining")
+        self._is_supervised = False
         self._stop.set()
 
     def _terminate(self) -> None:
-        if self._stop.is_set():
+        if self._stop.is_set() and not self._is_supervised:
             os._exit(128 + signal.SIGTERM)  # a second signal skips to the end
+        # A supervisor kills when it is asked twice. Its SIGTERM may well be the second one here: service managers
+        # signal every process of a service, and the supervisor passes its own on.
         self._stop.set()
 
     def _retire(self) -> None:
@@ -418,10 +433,11 @@ def main() -> None:
     parser.add_argument("--status-fd", type=int)
     options = parser.parse_args()
     setproctitle.setproctitle(f"headrace: worker {options.number}")
+    logging.basicConfig(level=logging.WARNING, handlers=[LibraryLogs()])
     home = Home(options.home)
-    settings = read_settings(home)
 
     async def live() -> int:
+        settings = read_settings(home)
         with contextlib.ExitStack() as stack:
             if options.standalone:
                 listening = listen(settings.http_host, settings.http_port, "http")
@@ -440,6 +456,9 @@ def main() -> None:
     except (ConfigError, StartError) as error:
         print(f"headrace: {error}", file=sys.stderr)
         code = EXIT_NOTHING_TO_SERVE
+    except SlotsInUse as error:  # of a worker that has not quite gone: worth another try
+        print(f"headrace: {error}", file=sys.stderr)
+        code = 1
     sys.stdout.flush()
     os._exit(code)  # executor threads may still be inside a model; the kernel takes them
 

@@ -74,6 +74,15 @@ class PublishError(Exception):
     """Nothing was published; the message says what was seen and what is accepted."""
 
 
+def _is_not_text(path: str) -> bool:
+    """A file name may be any bytes; a snapshot and a report are JSON, which cannot carry all of them."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
 # ------------------------------------------------------------------------------------------------------- deciding
 
 
@@ -97,6 +106,9 @@ def plan_snapshot(wanted: Sequence[Wanted], previous: Snapshot | None) -> Plan:
     for item in wanted:
         endpoint = _endpoint(item, before.get(item.name), notices)
         if endpoint is None:
+            continue
+        if any(_is_not_text(version.path) for version in endpoint.versions):
+            notices.append(f"{item.name}: {item.entry.path!a} is not valid UTF-8; accepted: a path that is text")
             continue
         if item.name in endpoints:
             notices.append(f"{item.name}: found twice ({item.entry.path}); the first is served. Give one another name:")

@@ -180,7 +180,10 @@ class Plane:
         thread = threading.Thread(
             target=self._load_on_thread, args=(spec, version, done), name="headrace-loader", daemon=True
         )
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system grants no thread now; it may when the load is tried again
+            raise LoadError(f"{version.path} could not be loaded: {error}") from error
         return await done
 
     def _load_on_thread(self, spec: EndpointSpec, version: VersionSpec, done: "asyncio.Future[Replica]") -> None:
@@ -208,7 +211,7 @@ class Plane:
                 result = self._make_replica(spec, version, loader)
         except LoadError as error:
             result = error
-        except Exception as error:  # whatever a foreign loader raises is this model's problem, not the worker's
+        except BaseException as error:  # whatever a foreign loader raises, SystemExit too, is this model's problem
             log_unexpected("load", error)
             result = LoadError(f"{version.path} could not be loaded: {type(error).__name__}: {error}")
         try:
@@ -253,7 +256,7 @@ class Plane:
             if replica.tickets_open or self._is_running(replica):
                 continue
             self._draining.remove(replica)
-            replica.close()
+            _close(replica)
         if self._draining:
             self._loop.call_later(DRAIN_POLL_S, self._close_drained)
 
@@ -288,7 +291,14 @@ class Plane:
         self.thread_lane.close()
         for replica in self.replicas():
             if not self._is_running(replica):
-                replica.close()
+                _close(replica)
+
+
+def _close(replica: Replica) -> None:
+    try:
+        replica.close()
+    except Exception as error:  # a foreign runtime that cannot let go must not keep the others from it
+        log_unexpected("close", error)
 
 
 def _all_replicas(endpoint: Endpoint) -> list[Replica]:

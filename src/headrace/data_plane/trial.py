@@ -5,7 +5,7 @@ generated inputs is still served, unbatched and with its time learned from traff
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -61,7 +61,7 @@ def try_out(runtime: Runtime, clock: Clock, *, rows_max: int | None) -> TrialRes
         rows_max: Declared largest batch; 1 declares that the model shall not be batched.
 
     Raises:
-        LoadError: The model has an input of a kind that cannot be served.
+        LoadError: The model has an input of a kind that cannot be served, or outputs that are not what it declares.
     """
     signature = runtime.signature
     names = [spec.name for spec in signature.outputs]
@@ -71,10 +71,11 @@ def try_out(runtime: Runtime, clock: Clock, *, rows_max: int | None) -> TrialRes
     elif rows_max == 1:
         batching = "not batched: rows_max is 1"
     try:
-        solo = _first_that_runs(runtime, signature, names)
+        solo, outputs = _first_that_runs(runtime, signature, names)
     except HeadraceError as error:
         reason = f"not batched: it took no generated input ({_one_line(error)})"
         return TrialResult(replace(signature, is_batched=False), reason, (), {})
+    _check_outputs(signature, outputs)
     if batching == "batched":
         problem = _batching_problem(runtime, names, solo)
         if problem:
@@ -89,8 +90,10 @@ def try_out(runtime: Runtime, clock: Clock, *, rows_max: int | None) -> TrialRes
     )
 
 
-def _first_that_runs(runtime: Runtime, signature: Signature, names: list[str]) -> dict[str, Array]:
-    """Inputs of one row that the model takes; tries a few sizes for variable dimensions."""
+def _first_that_runs(
+    runtime: Runtime, signature: Signature, names: list[str]
+) -> tuple[dict[str, Array], Sequence[Array]]:
+    """Inputs of one row that the model takes, and its outputs; tries a few sizes for variable dimensions."""
     has_variable = any(-1 in spec.shape[1:] for spec in signature.inputs)
     failure: HeadraceError | None = None
     for size, is_low in product(VARIABLE_SIZES if has_variable else (1,), (False, True)):
@@ -98,13 +101,24 @@ def _first_that_runs(runtime: Runtime, signature: Signature, names: list[str]) -
             continue
         inputs = {spec.name: _generate(spec, size, is_low) for spec in signature.inputs}
         try:
-            runtime.run(inputs, names)
+            return inputs, runtime.run(inputs, names)
         except HeadraceError as error:
             failure = failure or error
-        else:
-            return inputs
     assert failure is not None
     raise failure
+
+
+def _check_outputs(signature: Signature, outputs: Sequence[Array]) -> None:
+    """Refuse a model that would answer with other tensors than its metadata says: nobody looks at it later."""
+    if len(outputs) != len(signature.outputs):
+        raise LoadError(f"the model returned {len(outputs)} outputs; accepted are the {len(signature.outputs)} it says")
+    for spec, output in zip(signature.outputs, outputs, strict=True):
+        got = output.dtype if isinstance(output, np.ndarray) else type(output).__name__
+        if got != spec.datatype.dtype:
+            raise LoadError(
+                f"output {spec.name!r} came back as {got}; accepted is {spec.datatype.dtype}, since the model says "
+                f"{spec.datatype.wire}"
+            )
 
 
 def _elements(spec: TensorSpec, size: int) -> int:

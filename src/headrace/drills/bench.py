@@ -29,6 +29,7 @@ import onnxruntime
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from headrace.drills import goodput
 from headrace.drills.bench_load import Generator, Request, Sample, spread, summary
 from headrace.drills.bench_machine import available_cores, filesystem, machine_facts, pinned_to, tree, usage
 from headrace.drills.bench_peers import ROOT, Contender, Task, ask, echo, headrace, install, read_peers, running
@@ -437,6 +438,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="five minutes, without peers")
     parser.add_argument("--profile", action="store_true", help="only the profile of a worker by stage, 20 seconds")
+    parser.add_argument("--goodput", action="store_true", help="batch policies in time and in overload, 35 minutes")
     parser.add_argument("--peers", default="", metavar="A,B", help="these peers only, such as mlserver,litserve")
     parser.add_argument("--install", action="store_true", help="only make the peers' environments")
     parser.add_argument("--own", action="store_true", help="use our own generator even when wrk is installed")
@@ -450,6 +452,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     home = Path(os.environ.get("HEADRACE_BENCH_HOME") or ROOT / ".bench")
     is_partial = bool(options.quick or wanted or options.profile)
     target = options.folder or (home / "last" if is_partial else ROOT / "benchmarks")
+    command = " ".join(["scripts/bench", *(sys.argv[1:] if arguments is None else arguments)])
+    if options.goodput:
+        return goodput.measure(target, is_quick=options.quick, is_json=options.output == "json", command=command)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: no server stays behind
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as name, progress_on_stderr() as say:
@@ -481,7 +486,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"bench: FAILED: {error}", file=sys.stderr)
             return 1
         results = {
-            "command": " ".join(["scripts/bench", *(sys.argv[1:] if arguments is None else arguments)]),
+            "command": command,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "took_s": time.monotonic() - began_s,
             "machine": machine_facts(),

@@ -73,6 +73,8 @@ _RETRY_LAST_S: Final = 5.0
 _PROBE_BYTES: Final = 64 * 1024
 # A file takes at least a block, whatever it holds; so many tiny segments cannot outgrow the bound.
 _BLOCK_BYTES: Final = 4096
+# About what a record without payloads takes; only for cutting what is queued into batches.
+_ENVELOPE_BYTES: Final = 512
 
 
 # ------------------------------------------------------------------------------------------------------------ writing
@@ -271,13 +273,25 @@ class SegmentWriter:
         return [self._queue.popleft() for _ in range(len(self._queue))]
 
     def _write_queued(self) -> None:
+        """Write what is queued, no more of it at a time than a segment should hold: the bound on disk space is kept by
+        removing whole segments."""
         parcels = self._take()
-        if not parcels:
+        while parcels:
+            count = batch_bytes = 0
+            while count < len(parcels) and batch_bytes < self._segment_bytes:
+                batch_bytes += parcels[count].payload_bytes + _ENVELOPE_BYTES * len(parcels[count].records)
+                count += 1
+            self._write_batch(parcels[:count])
+            del parcels[:count]
+
+    def _write_batch(self, parcels: list[_Parcel]) -> None:
+        if not self._is_sound:  # the batch before this one could not be written
+            self._settle(parcels, is_done=False)
             return
         self._busy_since_s = self._clock.now_s()
         try:
             segment = self._open
-            if segment is None or segment.good_bytes >= self._segment_bytes:
+            if segment is None or segment.good_bytes >= self._segment_bytes or _is_removed(segment):
                 self._finish_segment()
                 segment = self._begin_segment()
             self._append(segment, parcels)
@@ -449,6 +463,11 @@ class SegmentWriter:
         self._disk_bytes = held
         if removed:
             self._later(self._on_outcome, "segments_removed", removed)
+
+
+def _is_removed(segment: _Open) -> bool:
+    """Somebody has deleted the file: writes to it would succeed, and vanish with the descriptor."""
+    return os.fstat(segment.fd).st_nlink == 0
 
 
 def _plain(value: Any) -> Any:

@@ -34,7 +34,10 @@ def render(collector: Collector, accept: str = "") -> tuple[bytes, str]:
         collector: Usually a `SlotsCollector`.
         accept: The request's Accept header; OpenMetrics when it asks for that.
     """
-    encode, content_type = choose_encoder(accept)
+    try:
+        encode, content_type = choose_encoder(accept)
+    except (TypeError, ValueError):  # a version that is none; what we say by default is better than no answer
+        encode, content_type = choose_encoder("")
     return encode(collector), content_type
 
 

@@ -198,6 +198,8 @@ class SlotWriter:
         self._single: dict[tuple[SlotKind, str, Labels], Cell] = {}
         self._histograms: dict[tuple[str, Labels], Histogram] = {}
         self._reserved_bytes = 0
+        # For an endpoint that finds no room, even in a file that has none at all.
+        self._spare_ledger = Ledger(memoryview(bytearray(8 * _LEDGER_CELLS)).cast("d"))
         self.connections = Cell(self._slice(_CONNECTIONS, 1))
         self.is_taking = Cell(self._slice(_IS_TAKING, 1))
         self._dropped = Cell(self._slice(_DROPPED, 1))
@@ -223,6 +225,8 @@ class SlotWriter:
         if fd is None:
             fd = _create_locked(path, size_bytes)
         try:
+            if os.fstat(fd).st_size < size_bytes:  # cut short by somebody; what is left of it goes on
+                os.ftruncate(fd, _align(size_bytes, mmap.PAGESIZE))
             writer = cls(fd, path, clock or SystemClock())
             writer._adopt()
         except BaseException:
@@ -236,7 +240,7 @@ class SlotWriter:
         if found is None:
             row = self._append(SlotKind.LEDGER, "", (("endpoint", endpoint),), (), _LEDGER_CELLS)
             if row is None:
-                return self._ledgers[OVERFLOW_ENDPOINT]
+                return self._ledgers.get(OVERFLOW_ENDPOINT, self._spare_ledger)
             found = self._ledgers[endpoint] = Ledger(row)
         return found
 
@@ -298,6 +302,8 @@ class SlotWriter:
     def _adopt(self) -> None:
         """Take over what the file holds."""
         good_until = _HEADER_BYTES
+        # A file that was truncated, or copied by a tool that makes holes of zeros, has no blocks in places.
+        self._reserve(min(max(_whole(self._cells[_USED]), _HEADER_BYTES), self._bytes))
         for entry in _walk(self._map):
             good_until = entry.end
             cells = self._slice(entry.cells_at // 8, entry.cells)
@@ -343,13 +349,16 @@ class SlotWriter:
         worker, so every page is backed before it is used."""
         if end <= self._reserved_bytes:
             return True
-        wanted = min(_align(end, _RESERVE_STEP_BYTES), self._bytes)
-        try:
-            os.posix_fallocate(self._fd, 0, wanted)
-        except OSError:
-            return False
-        self._reserved_bytes = wanted
-        return True
+        # The last page of a full disk is worth having too.
+        for step_bytes in (_RESERVE_STEP_BYTES, mmap.PAGESIZE):
+            wanted = min(_align(end, step_bytes), self._bytes)
+            try:
+                os.posix_fallocate(self._fd, 0, wanted)
+            except OSError:
+                continue
+            self._reserved_bytes = wanted
+            return True
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -495,6 +504,13 @@ def settle(path: Path) -> dict[str, int]:
     return lost
 
 
+def peek_heartbeat_s(path: Path) -> float:
+    """When a worker last said that it lives, monotonic seconds; 0 when it stopped on purpose or cannot be read."""
+    header = _peek_header(path)
+    beat_s: float = 0.0 if header is None else _DOUBLE.unpack_from(header, 8 * _HEARTBEAT)[0]
+    return beat_s
+
+
 def peek_connections(path: Path, now_s: float) -> int | None:
     """How many connections a neighbour holds; None when it is not alive or takes none. About 6 µs.
 
@@ -502,6 +518,18 @@ def peek_connections(path: Path, now_s: float) -> int | None:
         path: The neighbour's file.
         now_s: Monotonic seconds.
     """
+    header = _peek_header(path)
+    if header is None:
+        return None
+    (heartbeat_s,) = _DOUBLE.unpack_from(header, 8 * _HEARTBEAT)
+    if not (heartbeat_s > 0 and abs(now_s - heartbeat_s) <= ALIVE_S_MAX):
+        return None
+    if not _DOUBLE.unpack_from(header, 8 * _IS_TAKING)[0]:
+        return None
+    return _whole(_DOUBLE.unpack_from(header, 8 * _CONNECTIONS)[0])
+
+
+def _peek_header(path: Path) -> bytes | None:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -512,14 +540,7 @@ def peek_connections(path: Path, now_s: float) -> int | None:
         return None
     finally:
         os.close(fd)
-    if len(header) < _HEADER_BYTES or header[:8] != _MAGIC:
-        return None
-    (heartbeat_s,) = _DOUBLE.unpack_from(header, 8 * _HEARTBEAT)
-    if not (heartbeat_s > 0 and abs(now_s - heartbeat_s) <= ALIVE_S_MAX):
-        return None
-    if not _DOUBLE.unpack_from(header, 8 * _IS_TAKING)[0]:
-        return None
-    return _whole(_DOUBLE.unpack_from(header, 8 * _CONNECTIONS)[0])
+    return header if len(header) == _HEADER_BYTES and header[:8] == _MAGIC else None
 
 
 @dataclass(frozen=True, slots=True)

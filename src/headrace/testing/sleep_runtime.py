@@ -38,6 +38,8 @@ class SleepArtefact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         leak_bytes: Memory that every run takes and never gives back.
         is_slowed_by_input: A run takes as many seconds more as its most negative input says: a row of -2.5 makes it
             2.5 s longer. So one model serves callers who want to hold it up and callers who do not, and loads fast.
+        is_stretched_by_input: A run takes as many times as long as its largest input says, if that is above 1: a row of
+            1.4 makes it 1.4 times as long. So callers can let the curve drift while it serves.
     """
 
     base_s: float = 0.0
@@ -50,6 +52,7 @@ class SleepArtefact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_s: float = 0.0
     leak_bytes: int = 0
     is_slowed_by_input: bool = False
+    is_stretched_by_input: bool = False
 
     def __post_init__(self) -> None:
         times = (self.base_s, self.per_row_s, self.stall_s, self.load_s)
@@ -112,6 +115,8 @@ class SleepRuntime:
         seconds = self.duration_s(rows=array.shape[0], run=run)
         if self._artefact.is_slowed_by_input:
             seconds += max(0.0, -float(array.min(initial=0.0)))
+        if self._artefact.is_stretched_by_input:
+            seconds *= max(1.0, float(array.max(initial=1.0)))
         if self._artefact.leak_bytes:
             self._leaked.append(b"x" * self._artefact.leak_bytes)  # written, so that it is resident
         _sleep(seconds)

@@ -239,3 +239,22 @@ async def test_a_tls_handshake_has_a_time_limit(tmp_path):
         await until(lambda: listener.connections == 0)
         await client.close()
         await end(listener)
+
+
+async def test_tls_handshakes_are_bounded_as_connections_are(tmp_path):
+    """F6: whoever connects and says nothing is no connection of the front yet, and takes memory all the same."""
+    cert, key = make_certificate(tmp_path)
+    with listening() as sock:
+        front = make_front(connections_max=3)
+        listener = Listener(sock, front, tls_context(cert, key), lambda: -1)
+        listener.start()
+        clients = [await connect(sock) for _ in range(10)]
+        await until(lambda: listener.accepted_total == 10)
+        is_closed = [await client.rest() == b"" for client in clients[3:]]
+
+        assert [True] * 7 == is_closed
+        assert 3 == listener.connections
+        assert ["too_many_connections"] * 7 == [error.code for error in front.handler.refusals]
+        await end(listener)
+        for client in clients:
+            await client.close()

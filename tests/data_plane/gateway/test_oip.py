@@ -389,6 +389,14 @@ def test_a_timeout_of_zero_means_none() -> None:
     assert decode(make_codec(), body).timeout_s is None
 
 
+@pytest.mark.parametrize("timeout", [3_600_000_001, 2**63 - 1, 2**64 - 1])
+def test_a_timeout_of_more_than_an_hour_is_an_hour(timeout: int) -> None:
+    """P3, S2: the largest integer means "for ever" to those who send it, and nobody may fill the queue for ever."""
+    body = body_of(tensor([1, 2, 3]), parameters={"timeout": timeout})
+
+    assert 3600.0 == decode(make_codec(), body).timeout_s
+
+
 def test_shared_memory_is_not_offered() -> None:
     """A shared-memory input is 501 with a way out (P3)."""
     item = {"name": "X", "shape": [1, 3], "datatype": "FP32", "parameters": {"shared_memory_region": "r"}}

@@ -5,11 +5,11 @@ import secrets
 from collections.abc import Sequence
 
 from headrace.data_plane.gateway.http import Exchange, error_reply
+from headrace.data_plane.gateway.oip_parameters import TIMEOUT_S_MAX
 from headrace.data_plane.replicas import Replica
 from headrace.data_plane.ticket import InferRequest, Ticket
 from headrace.errors import BadRequest, HeadraceError
 
-TIMEOUT_S_MAX = 3600.0
 _ID_CHARACTERS = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:/+=@")
 # The right half of the trace id becomes our span's id, which must not be zero either.
 _TRACEPARENT = re.compile(

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Final
 
 from headrace.data_plane.gateway.http import HttpFront
+from headrace.errors import TooManyConnections
 
 __all__ = ["YIELD_S", "Listener"]
 
@@ -142,6 +143,11 @@ class Listener:
                 self._pause(_EXHAUSTED_PAUSE_S)
             return
         self.accepted_total += 1
+        if self._ssl_context is not None and len(self._handshakes) >= self._front.settings.connections_max:
+            # The front's bound counts connections that can be told so; these have not yet said a word.
+            sock.close()
+            self._front.tell_refused(TooManyConnections("too many connections are in their TLS handshake"))
+            return
         # Answers are written whole; waiting to fill a segment would only delay them.
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             try:

@@ -3,13 +3,18 @@
 Source: Open Inference Protocol (KServe V2), "Parameters"; Triton binary tensor data extension.
 """
 
+from typing import Final
+
 from headrace.data_plane.gateway.oip_leaves import describe
 from headrace.data_plane.gateway.oip_plans import Input, Parameters
 from headrace.data_plane.ticket import Scalar
 from headrace.data_plane.validate import quote
 from headrace.errors import BadRequest, MalformedJson, NotImplementedYet
 
-__all__ = ["binary_bytes", "is_output_binary", "read_parameters", "request_parameters"]
+__all__ = ["TIMEOUT_S_MAX", "binary_bytes", "is_output_binary", "read_parameters", "request_parameters"]
+
+TIMEOUT_S_MAX: Final = 3600.0
+"""Longest time that a caller may allow: with longer, rows that nobody bounds could fill the queue."""
 
 
 def read_parameters(whose: str, parameters: object) -> Parameters:
@@ -32,7 +37,8 @@ def request_parameters(parameters: dict[str, Scalar]) -> tuple[float | None, boo
     """Parameters of the request.
 
     Returns:
-        The timeout in seconds (None when not said, or 0), and whether outputs are binary unless they say otherwise.
+        The timeout in seconds (None when not said, or 0; an hour when more), and whether outputs are binary unless they
+        say otherwise.
     """
     _refuse_reserved(parameters)
     timeout = parameters.get("timeout", 0)
@@ -41,7 +47,8 @@ def request_parameters(parameters: dict[str, Scalar]) -> tuple[float | None, boo
     is_binary = parameters.get("binary_data_output", False)
     if type(is_binary) is not bool:
         raise BadRequest(f"parameter 'binary_data_output' is {describe(is_binary)}; expected true or false")
-    return (timeout / 1e6 if timeout else None), is_binary
+    # Cut and not refused: clients write the largest integer and mean "for ever".
+    return (min(timeout / 1e6, TIMEOUT_S_MAX) if timeout else None), is_binary
 
 
 def binary_bytes(item: Input, parameters: dict[str, Scalar]) -> int | None:

@@ -245,7 +245,7 @@ def _only_ready(body: bytes) -> bool:
         return False
     try:
         return msgspec.json.decode(body, type=_IndexRequest).ready
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise MalformedJson(f'the body must be empty or {{"ready": true|false}}: {error}') from error
 
 
