@@ -247,6 +247,7 @@ class Endpoint:
 
     Attributes:
         spec: From the snapshot in force.
+        is_strict: No answer leaves before its record is on disk.
         replicas: By version; only such as can take requests.
         problems: Version → why it could not be loaded.
         default: Serves requests that name no version; None while nothing is warm.
@@ -255,6 +256,7 @@ class Endpoint:
     def __init__(self, spec: EndpointSpec, ledger: Ledger) -> None:
         self.spec = spec
         self.name = spec.name
+        self.is_strict = spec.records.durability == "strict"
         self.ledger = ledger
         self.replicas: Mapping[str, Replica] = {}
         self.problems: dict[str, str] = {}

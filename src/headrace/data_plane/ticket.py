@@ -5,7 +5,7 @@ the only place that closes one). It carries what the stages pass on, and the tim
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from headrace.errors import HeadraceError
@@ -113,7 +113,7 @@ class Ticket:
     bytes_out: int = 0
     pieces: int = 0
     is_committing: bool = False
-    parts: list[tuple[int, list[Array]]] = field(default_factory=list)
+    parts: list[tuple[int, list[Array]]] | None = None
     batch_rows: int = 0
     batches: int = 0
     decoded_at_s: float = 0.0
