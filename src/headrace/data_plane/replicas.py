@@ -109,9 +109,8 @@ class Replica:
         self.codec = Codec(
             endpoint.name, version.version, self.signature, endpoint.nonfinite, endpoint.contract, json_depth_max
         )
-        self.answer_head = f"x-headrace-version: {version.version}\r\nx-headrace-arm: {BASELINE_ARM}\r\n".encode(
-            "ascii"
-        )
+        self.answer_head = f"x-headrace-version: {version.version}\r\nx-headrace-arm: {BASELINE_ARM}\r\n"
+        self.answer_head.encode("ascii")  # what a header cannot carry fails here, at load, and not at every request
         self.check_contract: ContractChecker | None = compile_contract(self.signature, endpoint.contract)
         curve = CurveLearner(model.trial.warmup).curve
         self.deadline_s = _deadline_s(endpoint, curve)

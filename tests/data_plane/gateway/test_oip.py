@@ -662,7 +662,7 @@ def test_a_mixed_reply_carries_its_tensors_behind_the_json() -> None:
     """Each output in the form asked for, in the order asked for (X6; conformance case 9)."""
     label, y = np.array([258]), np.array([[1, -2.5]], np.float32)
 
-    encoded = reply(make_codec(), label, y, wanted=[RequestedOutput(1, True), RequestedOutput(0, False)])
+    encoded = reply(make_codec(), y, label, wanted=[RequestedOutput(1, True), RequestedOutput(0, False)])
 
     expected = (
         b'{"model_name":"model","model_version":"3","outputs":['

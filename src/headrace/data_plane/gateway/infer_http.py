@@ -84,16 +84,17 @@ class HttpInferCall:
         return request
 
     def encode(self, ticket: Ticket) -> None:
-        ids = f"x-request-id: {ticket.request_id}\r\ntraceparent: 00-{ticket.trace_id}-{ticket.trace_id[16:]}-00\r\n"
+        trace_id = ticket.trace_id
+        ids = f"x-request-id: {ticket.request_id}\r\ntraceparent: 00-{trace_id}-{trace_id[16:]}-00\r\n"
+        replica, request, outputs = ticket.replica, ticket.request, ticket.outputs
         if ticket.error is not None:
             self._status, head, self._body = error_reply(ticket.error)
             self._head = head + ids.encode("ascii")
         else:
-            assert ticket.replica is not None
-            assert ticket.request is not None
-            assert ticket.outputs is not None
-            wanted = ticket.request.outputs
-            encoded = ticket.replica.codec.encode(ticket.request, [ticket.outputs[output.index] for output in wanted])
+            assert replica is not None
+            assert request is not None
+            assert outputs is not None
+            encoded = replica.codec.encode(request, outputs)
             if encoded.is_binary:
                 kind = (
                     "content-type: application/octet-stream\r\n"
@@ -104,7 +105,7 @@ class HttpInferCall:
                 kind = "content-type: application/json\r\n"
                 self._body = (encoded.json,)
             self._status = 200
-            self._head = ticket.replica.answer_head + f"{kind}{ids}".encode("ascii")
+            self._head = f"{replica.answer_head}{kind}{ids}".encode("ascii")
         ticket.status = self._status
         ticket.bytes_out = sum(map(len, self._body))
 
