@@ -20,7 +20,7 @@ import numpy as np
 from headrace.clock import Clock
 from headrace.data_plane.batch_curve import CurveLearner
 from headrace.data_plane.batch_policy import BatchPolicy, Decision
-from headrace.data_plane.ticket import Ticket
+from headrace.data_plane.ticket import BatchOutputs, OutputRows, Ticket
 from headrace.errors import DeadlineError, DeadlineUnreachable, HeadraceError, ModelFailed, Shed
 from headrace.ports import Runtime
 from headrace.tensors import Array
@@ -37,7 +37,7 @@ class Piece:
         self.ticket = ticket
         self.first_row = first_row
         self.rows = rows
-        self.outputs: list[Array] | None = None
+        self.outputs: OutputRows | None = None
         self.error: HeadraceError | None = None
 
 
@@ -135,7 +135,7 @@ class Batch:
     def __init__(self, waiting_list: WaitingList, pieces: list[Piece]) -> None:
         self.waiting_list = waiting_list
         self.pieces = pieces
-        self.rows = sum(piece.rows for piece in pieces) if waiting_list.is_batched else 1
+        self.rows = sum([piece.rows for piece in pieces]) if waiting_list.is_batched else 1
         self.expected_s = 0.0
         self.started_at_s = 0.0
         self.took_s = 0.0
@@ -174,40 +174,38 @@ def _run_together(waiting_list: WaitingList, pieces: Sequence[Piece]) -> None:
     first = pieces[0]
     request = first.ticket.request
     assert request is not None
-    if len(pieces) == 1:
-        if first.rows == request.rows or not waiting_list.is_batched:
-            inputs = request.inputs
-        else:
-            inputs = {name: _rows_of(array, first) for name, array in request.inputs.items()}
+    if len(pieces) == 1 and (first.rows == request.rows or not waiting_list.is_batched):
+        inputs = request.inputs
     else:
-        inputs = {
-            name: np.concatenate([_rows_of(piece.ticket.request.inputs[name], piece) for piece in pieces])  # type: ignore[union-attr]  # a piece exists only for a decoded ticket
-            for name in request.inputs
-        }
+        inputs = {}
+        for name in request.inputs:
+            rows_of_pieces = [_rows_of(piece, name) for piece in pieces]
+            inputs[name] = rows_of_pieces[0] if len(pieces) == 1 else np.concatenate(rows_of_pieces)
     outputs = waiting_list.runtime.run(inputs, waiting_list.output_names)
     if len(outputs) != len(waiting_list.output_names):
         raise ModelFailed(f"the model returned {len(outputs)} outputs instead of {len(waiting_list.output_names)}")
     if not waiting_list.is_batched:
-        first.outputs = outputs
+        first.outputs = OutputRows(BatchOutputs(outputs, 1))
         return
-    rows = sum(piece.rows for piece in pieces)
+    rows = sum([piece.rows for piece in pieces])
     for name, output in zip(waiting_list.output_names, outputs, strict=True):
         if not output.shape or output.shape[0] != rows:
             raise ModelFailed(f"output {name!r} has shape {list(output.shape)} for a batch of {rows} rows")
+    batch_outputs = BatchOutputs(outputs, rows)
     if len(pieces) == 1:
-        first.outputs = outputs
+        first.outputs = OutputRows(batch_outputs)
         return
     at = 0
     for piece in pieces:
-        end = at + piece.rows
-        piece.outputs = [output[at:end] for output in outputs]
-        at = end
+        piece.outputs = OutputRows(batch_outputs, at, piece.rows)
+        at += piece.rows
 
 
-def _rows_of(array: Array, piece: Piece) -> Array:
-    if piece.first_row == 0 and piece.rows == array.shape[0]:
-        return array
-    return array[piece.first_row : piece.first_row + piece.rows]
+def _rows_of(piece: Piece, name: str) -> Array:
+    request = piece.ticket.request
+    assert request is not None
+    array = request.inputs[name]
+    return array if piece.rows == request.rows else array[piece.first_row : piece.first_row + piece.rows]
 
 
 class Executor(Protocol):
@@ -513,7 +511,7 @@ class Lane:
         now_s = self._clock.now_s()
         # A batch that failed took as long as its pieces one by one. Learned, that would have the policy refuse others
         # because of one caller whose requests make the model raise.
-        if not any(piece.error is not None for piece in batch.pieces):
+        if not any([piece.error is not None for piece in batch.pieces]):
             lateness_s = now_s - batch.pieces[0].ticket.deadline_at_s
             batch.waiting_list.policy.executed(now_s, batch.rows, batch.took_s, lateness_s)
         if not self.executor.is_inline and self._busy_lists:

@@ -28,14 +28,13 @@ from headrace.data_plane.record import make_record
 from headrace.data_plane.replicas import Endpoint
 from headrace.data_plane.route import route
 from headrace.data_plane.statistics import ModelStatistics
-from headrace.data_plane.ticket import BrokenCall, Ticket
+from headrace.data_plane.ticket import BatchOutputs, BrokenCall, OutputRows, Ticket
 from headrace.errors import HeadraceError, ModelFailed, RecordsUnavailable, ServerError
 from headrace.ports import RecordSink
 from headrace.records import Amendment, Record
 from headrace.telemetry.logs import log_unexpected
 from headrace.telemetry.metrics import RecordFold, by_version
 from headrace.telemetry.slots import Ledger
-from headrace.tensors import Array
 from headrace.types import Ending
 
 FLUSH_S = 0.01
@@ -94,27 +93,28 @@ class Pipeline:
         ticket.endpoint = endpoint
         (endpoint.ledger if endpoint is not None else self._unknown).received()
         self.admission.tickets_open += 1
+        stage = "admit"
         try:
-            ticket.stage = "admit"
             admit(self.admission, endpoint, self._sink)
 
-            ticket.stage = "route"
+            stage = "route"
             replica = ticket.replica = route(endpoint, version)
             replica.tickets_open += 1
 
-            ticket.stage = "decode"
+            stage = "decode"
             request = ticket.request = ticket.call.decode(replica)
             allowed_s = replica.deadline_s if request.timeout_s is None else request.timeout_s
             ticket.deadline_at_s = ticket.received_at_s + allowed_s
 
-            ticket.stage = "validate"
+            stage = "validate"
             if replica.check_contract is not None:
                 replica.check_contract(request)
             ticket.decoded_at_s = self._clock.now_s()
 
-            ticket.stage = "queue"
+            ticket.stage = stage = "queue"
             replica.lane.submit(replica.waiting_list(request), ticket)
         except Exception as error:
+            ticket.stage = stage
             self._fail(ticket, error)
 
     # ---------------------------------------------------------------- the way out
@@ -264,10 +264,12 @@ class Pipeline:
             return
         is_true = written is not None and written.ending == ending
         records = [written] if written is not None and is_true else self._records(tickets, ending)
+        by_ledger: dict[Ledger, int] = {}
         for ticket, record in zip(tickets, records, strict=True):
             assert ticket.ending is None, f"request {ticket.request_id} ended twice"
             ticket.ending = ending
-            (ticket.endpoint.ledger if ticket.endpoint is not None else self._unknown).ended(ending)
+            ledger = ticket.endpoint.ledger if ticket.endpoint is not None else self._unknown
+            by_ledger[ledger] = by_ledger.get(ledger, 0) + 1
             replica = ticket.replica
             if replica is not None:
                 replica.tickets_open -= 1
@@ -276,6 +278,8 @@ class Pipeline:
             self._ended.append(record)
             if written is None and not ticket.is_committing:
                 self._unwritten.append(record)
+        for ledger, count in by_ledger.items():
+            ledger.ended(ending, count)
         self.admission.tickets_open -= len(tickets)
         if not self._is_flush_due:
             self._flush_soon()
@@ -313,12 +317,11 @@ class Pipeline:
         return [make_record(ticket, ending, now_s, now_unix_s, snapshot_id, worker) for ticket in tickets]
 
 
-def _assemble(parts: list[tuple[int, list[Array]]]) -> list[Array]:
+def _assemble(parts: list[tuple[int, OutputRows]]) -> OutputRows:
     """Put the pieces of a many-row answer together, in row order."""
-    if len(parts) == 1:
-        return parts[0][1]
     parts.sort(key=lambda part: part[0])
     try:
-        return [np.concatenate(column) for column in zip(*(outputs for _, outputs in parts), strict=True)]
+        columns = zip(*(outputs.arrays() for _, outputs in parts), strict=True)
+        return OutputRows(BatchOutputs([np.concatenate(column) for column in columns], 1))
     except ValueError as error:  # a dimension behind the first depends on what else is in the batch
         raise ModelFailed(f"the outputs of the request's {len(parts)} batches do not fit together: {error}") from error

@@ -35,15 +35,15 @@ def make_record(
         elif error is not None:
             code = error.code
     inputs = outputs = None
-    if endpoint is not None and request is not None and endpoint.spec.records.payload_rate:
-        inputs, outputs = _payload(ticket, endpoint.spec.records.payload_rate)
+    if endpoint is not None and endpoint.payload_rate:
+        inputs, outputs = _payload(ticket, endpoint.payload_rate)
     return Record(
         ticket.request_id,
         ticket.trace_id,
         now_unix_s - total_s,
         snapshot_id,
         endpoint.name if endpoint is not None else "unknown",
-        endpoint.spec.model if endpoint is not None else "",
+        endpoint.model if endpoint is not None else "",
         replica.version if replica is not None else "",
         "",
         BASELINE_ARM,
@@ -81,7 +81,7 @@ def _payload(ticket: Ticket, rate: float) -> tuple[bytes | None, bytes | None]:
     outputs = None
     if ticket.outputs is not None and replica is not None:
         names = (spec.name for spec in replica.signature.outputs)
-        outputs = pack_tensors(dict(zip(names, ticket.outputs, strict=True)))
+        outputs = pack_tensors(dict(zip(names, ticket.outputs.arrays(), strict=True)))
     return pack_tensors(request.inputs), outputs
 
 

@@ -247,6 +247,7 @@ class Endpoint:
     Attributes:
         spec: From the snapshot in force.
         is_strict: No answer leaves before its record is on disk.
+        payload_rate: Share of requests whose inputs and outputs are recorded.
         replicas: By version; only such as can take requests.
         problems: Version → why it could not be loaded.
         default: Serves requests that name no version; None while nothing is warm.
@@ -255,7 +256,9 @@ class Endpoint:
     def __init__(self, spec: EndpointSpec, ledger: Ledger) -> None:
         self.spec = spec
         self.name = spec.name
+        self.model = spec.model
         self.is_strict = spec.records.durability == "strict"
+        self.payload_rate = spec.records.payload_rate
         self.ledger = ledger
         self.replicas: Mapping[str, Replica] = {}
         self.problems: dict[str, str] = {}

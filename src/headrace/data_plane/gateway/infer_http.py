@@ -36,8 +36,10 @@ class Ids:
 def read_ids(exchange: Exchange, ids: Ids) -> tuple[str, str]:
     """Request and trace id of a call: the caller's where they are well formed, otherwise ours."""
     headers = exchange.headers
-    parent = headers.get(b"traceparent")
-    trace_id = _trace_id(parent) if parent is not None else None
+    if b"traceparent" not in headers and b"x-request-id" not in headers:
+        trace_id = ids.next_trace()
+        return trace_id, trace_id
+    trace_id = _trace_id(headers[b"traceparent"]) if b"traceparent" in headers else None
     if trace_id is None:
         trace_id = ids.next_trace()
     given = headers.get(b"x-request-id")
@@ -90,6 +92,7 @@ class HttpInferCall:
         if ticket.error is not None:
             self._status, head, self._body = error_reply(ticket.error)
             self._head = head + ids.encode("ascii")
+            ticket.bytes_out = len(self._body[0])
         else:
             assert replica is not None
             assert request is not None
@@ -101,13 +104,14 @@ class HttpInferCall:
                     f"inference-header-content-length: {encoded.json_bytes}\r\n"
                 )
                 self._body = [encoded.json, *encoded.tensors]
+                ticket.bytes_out = sum(map(len, self._body))
             else:
                 kind = "content-type: application/json\r\n"
                 self._body = (encoded.json,)
+                ticket.bytes_out = len(encoded.json)
             self._status = 200
             self._head = f"{replica.answer_head}{kind}{ids}".encode("ascii")
         ticket.status = self._status
-        ticket.bytes_out = sum(map(len, self._body))
 
     def send(self) -> bool:
         return self._exchange.send(self._status, self._head, self._body)

@@ -13,7 +13,7 @@ A `Codec` is compiled once per loaded version. A request takes one of two ways t
     from either               ├─ oip_binary.view    data in the binary part
                               └─ oip_parameters     timeout, form of the outputs, what is refused
 
-    arrays ──── Codec.encode ─┬─ oip_leaves.leaves_of
+    arrays ──── Codec.encode ─┬─ OutputRows.leaves
     from the model            └─ oip_binary.tensor_bytes
 
 A body that is nothing but a tensor (the raw form) goes straight to `oip_binary.raw_tensor`.
@@ -29,7 +29,7 @@ import msgspec
 
 from headrace.data_plane.gateway.oip_binary import raw_tensor, tensor_bytes, view
 from headrace.data_plane.gateway.oip_json import check_depth, read_message, unknown_name
-from headrace.data_plane.gateway.oip_leaves import encode_json, leaves_of, pack, with_nonfinite
+from headrace.data_plane.gateway.oip_leaves import encode_json, pack, texts, with_nonfinite
 from headrace.data_plane.gateway.oip_parameters import binary_bytes, is_output_binary, request_parameters
 from headrace.data_plane.gateway.oip_plans import (
     Input,
@@ -41,7 +41,7 @@ from headrace.data_plane.gateway.oip_plans import (
     ReplyOutput,
     typed_decoder,
 )
-from headrace.data_plane.ticket import InferRequest, RequestedOutput, Scalar
+from headrace.data_plane.ticket import InferRequest, OutputRows, RequestedOutput, Scalar
 from headrace.data_plane.validate import compile_contract, name_list, quote
 from headrace.errors import BadRequest, InvalidInput
 from headrace.snapshot import Contract, NonFinitePolicy
@@ -293,7 +293,7 @@ class Codec:
 
     # ---------------------------------------------------------------------------------------------- replies
 
-    def encode(self, request: InferRequest, outputs: Sequence[Array]) -> Encoded:
+    def encode(self, request: InferRequest, outputs: OutputRows) -> Encoded:
         """Write a reply.
 
         JSON data are flat. An FP32 or FP16 is written as the shortest decimal that a parser reads back as a double of
@@ -301,7 +301,7 @@ class Codec:
 
         Args:
             request: What was asked; its id and outputs are used.
-            outputs: One array per output of the signature, in its order, of its dtype.
+            outputs: All outputs of the signature, in its order, of its dtypes.
 
         Raises:
             NonFiniteOutput: NaN or infinity in a JSON output, under the policy `error`.
@@ -315,15 +315,19 @@ class Codec:
         is_binary = False
         for requested in request.outputs:
             index = requested.index
-            plan, array = self._output_plans[index], outputs[index]
+            plan = self._output_plans[index]
             if requested.is_binary:
                 is_binary = True
+                array = outputs.array(index)
                 tensor = tensor_bytes(plan, array)
                 if len(tensor):
                     tensors.append(tensor)
                 entry = ReplyOutput(plan.name, plan.wire, array.shape, parameters={"binary_data_size": len(tensor)})
             else:
-                entry = ReplyOutput(plan.name, plan.wire, array.shape, leaves_of(plan, array))
+                shape, leaves = outputs.leaves(index)
+                if plan.is_bytes:
+                    leaves = texts(plan, leaves)
+                entry = ReplyOutput(plan.name, plan.wire, shape, leaves)
             entries.append(entry)
         identifier = request.id if request.id is not None else msgspec.UNSET
         reply = Reply(self._model_name, self._version, identifier, entries)

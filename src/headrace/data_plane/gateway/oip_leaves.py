@@ -20,7 +20,7 @@ from headrace.data_plane.validate import quote
 from headrace.errors import BadRequest, InvalidInput, NonFiniteOutput
 from headrace.tensors import Array, Datatype, element_count
 
-__all__ = ["OutOfRange", "describe", "encode_json", "leaves_of", "pack", "read_data", "with_nonfinite"]
+__all__ = ["OutOfRange", "describe", "encode_json", "pack", "read_data", "texts", "with_nonfinite"]
 
 _PACKERS_MAX: Final = 256
 
@@ -171,18 +171,12 @@ def _range_error(plan: InputPlan, data: list[Any]) -> InvalidInput:
 # ---------------------------------------------------------------------------------------------- arrays to leaves
 
 
-def leaves_of(plan: OutputPlan, array: Array) -> list[Any]:
-    """The flat elements of an output, as JSON takes them.
+def texts(plan: OutputPlan, leaves: list[Any]) -> list[str]:
+    """BYTES for JSON. Runtimes may give strings already.
 
     Raises:
-        BadRequest: A BYTES output is not UTF-8.
+        BadRequest: An element is not UTF-8.
     """
-    leaves: list[Any] = (array if array.ndim == 1 else array.ravel()).tolist()
-    return _texts(plan, leaves) if plan.is_bytes else leaves
-
-
-def _texts(plan: OutputPlan, leaves: list[Any]) -> list[str]:
-    """BYTES for JSON. Runtimes may give strings already."""
     try:
         return [leaf if isinstance(leaf, str) else leaf.decode() for leaf in leaves]
     except UnicodeDecodeError as error:
