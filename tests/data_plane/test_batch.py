@@ -81,7 +81,8 @@ class Bench:
 
     def submit(self, rows: int, within_s: float) -> Ticket:
         array = np.zeros((rows, 1), np.float32)
-        ticket = Ticket(RigCall(array), "r", "t", 0.0, deadline_at_s=SystemClock.now_s() + within_s)
+        now_s = SystemClock.now_s()
+        ticket = Ticket(RigCall(array), "r", "t", now_s, deadline_at_s=now_s + within_s, decoded_at_s=now_s)
         ticket.request = InferRequest(None, {}, {"x": array}, rows, ())
         self.lane.submit(self.waiting, ticket)
         return ticket

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from headrace.clock import ManualClock
 from headrace.records import Record
 from headrace.telemetry.exposition import SlotsCollector, render
-from headrace.telemetry.metrics import BY_NAME, CATALOGUE, PREFIX, SECONDS_BUCKETS, Meter, RecordFold
+from headrace.telemetry.metrics import BY_NAME, CATALOGUE, PREFIX, SECONDS_BUCKETS, Meter, RecordFold, by_version
 from headrace.telemetry.slots import ALIVE_S_MAX, SlotWriter, settle
 from headrace.types import Ending
 
@@ -104,7 +104,7 @@ def test_workers_are_added_up(fleet: Fleet) -> None:
     """Counters, histograms and ledgers of all workers become one number; other gauges merge as declared (O1)."""
     for number in (1, 2, 3):
         worker = fleet.start(number)
-        RecordFold(worker).fold([a_record()] * number)
+        RecordFold(worker).fold(by_version([a_record()] * number))
         ledger = worker.ledger("flower")
         for _ in range(number):
             ledger.received()
@@ -130,7 +130,7 @@ def test_workers_are_added_up(fleet: Fleet) -> None:
 def test_buckets_are_cumulative(fleet: Fleet) -> None:
     """Each bucket counts what is at or below its bound, +Inf counts all (O1)."""
     times_s = [0.00001, 0.00005, 0.0012, 0.3, 10.0, 99.0]
-    RecordFold(fleet.start(1)).fold([a_record(total_s) for total_s in times_s])
+    RecordFold(fleet.start(1)).fold(by_version([a_record(total_s) for total_s in times_s]))
     samples = fleet.samples()
 
     for bound in (*SECONDS_BUCKETS, float("inf")):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.records import Record
 from headrace.telemetry import metrics
-from headrace.telemetry.metrics import BY_NAME, CATALOGUE, STAGES, Meter, RecordFold
+from headrace.telemetry.metrics import BY_NAME, CATALOGUE, STAGES, Meter, RecordFold, by_version
 from headrace.telemetry.slots import SlotWriter, read_slots
 from headrace.types import Ending
 
@@ -65,8 +65,8 @@ def test_every_metric_of_the_fold_can_be_recounted_from_the_records(
     path = tmp_path_factory.mktemp("slots") / "worker-1.slots"
     writer = SlotWriter.open(path)
     fold = RecordFold(writer)
-    fold.fold(records[:7])
-    fold.fold(records[7:])
+    fold.fold(by_version(records[:7]))
+    fold.fold(by_version(records[7:]))
     writer.close()
     values = read_slots(path)
 
@@ -135,7 +135,7 @@ def test_the_fold_stays_bounded_when_versions_come_and_go(path: Path, monkeypatc
     """The look-ups it remembers have a bound, and forgetting them loses no count (O1)."""
     monkeypatch.setattr(metrics, "_SERIES_MAX", 3)
     fold = RecordFold(SlotWriter.open(path))
-    fold.fold([a_record(version=str(index % 10)) for index in range(100)])
+    fold.fold(by_version([a_record(version=str(index % 10)) for index in range(100)]))
 
     assert len(fold._series) <= 3
     assert [10.0] * 10 == [value for _, value in read_slots(path).counters("requests_total")]
@@ -146,7 +146,7 @@ def test_folding_a_record_is_cheap(path: Path) -> None:
     fold = RecordFold(SlotWriter.open(path))
     records = [a_record()] * 16
 
-    assert min(timeit.repeat(lambda: fold.fold(records), number=20, repeat=20)) / 20 / 16 < 20e-6
+    assert min(timeit.repeat(lambda: fold.fold(by_version(records)), number=20, repeat=20)) / 20 / 16 < 20e-6
 
 
 def test_the_reference_pages_say_what_the_code_says() -> None:

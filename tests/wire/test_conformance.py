@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace.testing.server import ServerProcess
+from headrace.testing.server import ServerProcess, wait_until
 
 
 def tensor(data: Any, shape: list[int], datatype: str = "FP32", **parts: Any) -> dict[str, Any]:
@@ -229,6 +229,7 @@ def test_statistics_count_rows_batches_and_requests_over_all_workers(server: Ser
 def test_the_highest_number_is_the_first_default_and_versions_are_reachable(server: ServerProcess) -> None:
     """L1: 10 is above 9; a new version becomes default only by command (tests/app/test_publish.py)."""
     inputs = [tensor([1, 2, 3], [1, 3])]
+    wait_until(lambda: server.request("GET", "/v2/models/versioned/versions/9/ready")[0] == 200)
     _, default = server.infer("versioned", inputs)
     _, _, nine = server.request(
         "POST", "/v2/models/versioned/versions/9/infer", json.dumps({"inputs": inputs}).encode()

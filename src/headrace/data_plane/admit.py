@@ -38,7 +38,7 @@ def admit(admission: Admission, endpoint: Endpoint | None, sink: RecordSink) -> 
     """
     if admission.is_draining:
         raise ShuttingDown("the server is shutting down; send the request again", retry_after_s=DRAIN_RETRY_AFTER_S)
-    if endpoint is not None and endpoint.spec.records.durability == "strict" and not sink.is_writable:
+    if endpoint is not None and endpoint.is_strict and not sink.is_writable:
         raise RecordsUnavailable(
             f"endpoint {endpoint.name!r} answers only what it can write down, and its records cannot be written now",
             retry_after_s=RECORDS_RETRY_AFTER_S,

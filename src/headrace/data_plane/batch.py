@@ -20,7 +20,7 @@ import numpy as np
 from headrace.clock import Clock
 from headrace.data_plane.batch_curve import CurveLearner
 from headrace.data_plane.batch_policy import BatchPolicy, Decision
-from headrace.data_plane.ticket import Ticket
+from headrace.data_plane.ticket import BatchOutputs, OutputRows, Ticket
 from headrace.errors import DeadlineError, DeadlineUnreachable, HeadraceError, ModelFailed, Shed
 from headrace.ports import Runtime
 from headrace.tensors import Array
@@ -37,7 +37,7 @@ class Piece:
         self.ticket = ticket
         self.first_row = first_row
         self.rows = rows
-        self.outputs: list[Array] | None = None
+        self.outputs: OutputRows | None = None
         self.error: HeadraceError | None = None
 
 
@@ -94,6 +94,8 @@ class WaitingList:
 
     def rows_due_by(self, time_s: float) -> int:
         """Rows whose deadline is not after a time."""
+        if not self.deadlines_s or self.deadlines_s[-1] <= time_s:
+            return self.rows_waiting
         return self.rows_waiting - sum(self.rows[bisect_right(self.deadlines_s, time_s) :])
 
     def take(self, count: int) -> list[Piece]:
@@ -133,7 +135,7 @@ class Batch:
     def __init__(self, waiting_list: WaitingList, pieces: list[Piece]) -> None:
         self.waiting_list = waiting_list
         self.pieces = pieces
-        self.rows = sum(piece.rows for piece in pieces) if waiting_list.is_batched else 1
+        self.rows = sum([piece.rows for piece in pieces]) if waiting_list.is_batched else 1
         self.expected_s = 0.0
         self.started_at_s = 0.0
         self.took_s = 0.0
@@ -172,40 +174,38 @@ def _run_together(waiting_list: WaitingList, pieces: Sequence[Piece]) -> None:
     first = pieces[0]
     request = first.ticket.request
     assert request is not None
-    if len(pieces) == 1:
-        if first.rows == request.rows or not waiting_list.is_batched:
-            inputs = request.inputs
-        else:
-            inputs = {name: _rows_of(array, first) for name, array in request.inputs.items()}
+    if len(pieces) == 1 and (first.rows == request.rows or not waiting_list.is_batched):
+        inputs = request.inputs
     else:
-        inputs = {
-            name: np.concatenate([_rows_of(piece.ticket.request.inputs[name], piece) for piece in pieces])  # type: ignore[union-attr]  # a piece exists only for a decoded ticket
-            for name in request.inputs
-        }
+        inputs = {}
+        for name in request.inputs:
+            rows_of_pieces = [_rows_of(piece, name) for piece in pieces]
+            inputs[name] = rows_of_pieces[0] if len(pieces) == 1 else np.concatenate(rows_of_pieces)
     outputs = waiting_list.runtime.run(inputs, waiting_list.output_names)
     if len(outputs) != len(waiting_list.output_names):
         raise ModelFailed(f"the model returned {len(outputs)} outputs instead of {len(waiting_list.output_names)}")
     if not waiting_list.is_batched:
-        first.outputs = outputs
+        first.outputs = OutputRows(BatchOutputs(outputs, 1))
         return
-    rows = sum(piece.rows for piece in pieces)
+    rows = sum([piece.rows for piece in pieces])
     for name, output in zip(waiting_list.output_names, outputs, strict=True):
         if not output.shape or output.shape[0] != rows:
             raise ModelFailed(f"output {name!r} has shape {list(output.shape)} for a batch of {rows} rows")
+    batch_outputs = BatchOutputs(outputs, rows)
     if len(pieces) == 1:
-        first.outputs = outputs
+        first.outputs = OutputRows(batch_outputs)
         return
     at = 0
     for piece in pieces:
-        end = at + piece.rows
-        piece.outputs = [output[at:end] for output in outputs]
-        at = end
+        piece.outputs = OutputRows(batch_outputs, at, piece.rows)
+        at += piece.rows
 
 
-def _rows_of(array: Array, piece: Piece) -> Array:
-    if piece.first_row == 0 and piece.rows == array.shape[0]:
-        return array
-    return array[piece.first_row : piece.first_row + piece.rows]
+def _rows_of(piece: Piece, name: str) -> Array:
+    request = piece.ticket.request
+    assert request is not None
+    array = request.inputs[name]
+    return array if piece.rows == request.rows else array[piece.first_row : piece.first_row + piece.rows]
 
 
 class Executor(Protocol):
@@ -348,16 +348,17 @@ class Lane:
         """
         request = ticket.request
         assert request is not None
-        now_s = self._clock.now_s()
+        now_s = ticket.decoded_at_s
         rows = request.rows if waiting_list.is_batched else 1
-        policy = waiting_list.policy
+        policy, executor = waiting_list.policy, self.executor
         policy.arrived(now_s, rows)
-        free_at_s = self.executor.free_at_s(now_s)
+        is_free = executor.has_free_slot()
+        free_at_s = now_s if is_free else executor.free_at_s(now_s)
         due_s = now_s + waiting_list.deadline_s
+        deadline_s = ticket.deadline_at_s
         # Who is in a hurry goes before the patient, and is not turned away because of them.
-        is_patient = ticket.deadline_at_s > due_s
-        rows_ahead = waiting_list.rows_waiting if is_patient else waiting_list.rows_due_by(due_s)
-        if not policy.admits(now_s, ticket.deadline_at_s, rows, free_at_s, rows_ahead):
+        rows_ahead = waiting_list.rows_waiting if deadline_s > due_s else waiting_list.rows_due_by(due_s)
+        if not policy.admits(now_s, deadline_s, rows, free_at_s, rows_ahead):
             raise self._unreachable(waiting_list, ticket, rows, now_s, free_at_s)
         if rows <= waiting_list.rows_max:
             ticket.pieces = 1
@@ -368,16 +369,17 @@ class Lane:
             for first_row in starts:
                 waiting_list.insert(Piece(ticket, first_row, min(waiting_list.rows_max, rows - first_row)))
         self._busy_lists[waiting_list] = None
-        self._trim(waiting_list, due_s)
-        if self.executor.has_free_slot():
-            self._decide_soon()
-        elif ticket.deadline_at_s < self._expiry_at_s:
+        if waiting_list.rows_waiting > policy.waiting_rows_max:
+            self._trim(waiting_list, due_s)
+        if is_free:
+            if not self._is_decision_due:
+                self._decide_soon()
+        elif deadline_s < self._expiry_at_s:
             self._watch_expiry()
 
     def _unreachable(
         self, waiting_list: WaitingList, ticket: Ticket, rows: int, now_s: float, free_at_s: float
     ) -> DeadlineUnreachable:
-        curve = waiting_list.learner.curve
         alone_s = _duration_alone_s(waiting_list, rows)
         left_s = ticket.deadline_at_s - now_s
         text = f"{rows} row{'s' if rows != 1 else ''} cannot be answered within {left_s * 1e3:.3g} ms: "
@@ -386,7 +388,7 @@ class Lane:
         else:
             busy_ms = (free_at_s - now_s) * 1e3
             text += f"{waiting_list.rows_waiting} rows are waiting and the model is busy for {busy_ms:.3g} ms"
-        return DeadlineUnreachable(text, retry_after_s=curve.duration_s(1))
+        return DeadlineUnreachable(text, retry_after_s=waiting_list.learner.duration_s(1))
 
     def forget(self, waiting_list: WaitingList, ticket: Ticket) -> None:
         """Drop what still waits of a ticket that has ended; pieces that already run come back and are ignored."""
@@ -457,10 +459,7 @@ class Lane:
         The bound is about rows that are due within the objective (Little's law). Those that have longer take nothing
         from them, and the policy bounds them at the door.
         """
-        bound_rows = waiting_list.policy.waiting_rows_max
-        if waiting_list.rows_waiting <= bound_rows:
-            return
-        excess_rows = waiting_list.rows_due_by(due_s) - bound_rows
+        excess_rows = waiting_list.rows_due_by(due_s) - waiting_list.policy.waiting_rows_max
         count = 0
         while excess_rows > 0 and count < len(waiting_list.rows) - 1:
             excess_rows -= waiting_list.rows[count]
@@ -473,7 +472,7 @@ class Lane:
         if not pieces:
             return False
         batch = Batch(waiting_list, pieces)
-        batch.expected_s = waiting_list.learner.curve.duration_s(batch.rows)
+        batch.expected_s = waiting_list.learner.duration_s(batch.rows)
         self.executor.start(batch, self._done)
         return True
 
@@ -493,7 +492,7 @@ class Lane:
             ticket = piece.ticket
             if ticket.ending is not None:
                 continue
-            retry_after_s = waiting_list.learner.curve.duration_s(1)
+            retry_after_s = waiting_list.learner.duration_s(1)
             if number < hopeless:
                 error: HeadraceError = DeadlineError(
                     "the deadline could no longer be met while the request waited for a batch; "
@@ -512,7 +511,7 @@ class Lane:
         now_s = self._clock.now_s()
         # A batch that failed took as long as its pieces one by one. Learned, that would have the policy refuse others
         # because of one caller whose requests make the model raise.
-        if not any(piece.error is not None for piece in batch.pieces):
+        if not any([piece.error is not None for piece in batch.pieces]):
             lateness_s = now_s - batch.pieces[0].ticket.deadline_at_s
             batch.waiting_list.policy.executed(now_s, batch.rows, batch.took_s, lateness_s)
         if not self.executor.is_inline and self._busy_lists:
@@ -549,6 +548,6 @@ class Lane:
 
 
 def _duration_alone_s(waiting_list: WaitingList, rows: int) -> float:
-    curve = waiting_list.learner.curve
+    curve = waiting_list.learner
     whole, rest = divmod(rows, waiting_list.rows_max)
     return whole * curve.duration_s(waiting_list.rows_max) + (curve.duration_s(rest) if rest else 0.0)

@@ -167,6 +167,10 @@ class CurveLearner:
         """The curve as learned so far."""
         return LatencyCurve(self._a, self._c, self._sigma, self._row_buckets)
 
+    def duration_s(self, rows: int) -> float:
+        """Expected seconds of a batch of this many rows, by the curve as learned so far."""
+        return self._a + self._c * _pad(self._row_buckets, rows)
+
     @property
     def distinct_sizes(self) -> int:
         """How many different batch sizes were seen; below 2 base and per-row time cannot be told apart."""

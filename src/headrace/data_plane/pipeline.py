@@ -17,7 +17,7 @@ Concurrency: all of it runs on the event loop; only `batch.run_batch` runs elsew
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -28,14 +28,13 @@ from headrace.data_plane.record import make_record
 from headrace.data_plane.replicas import Endpoint
 from headrace.data_plane.route import route
 from headrace.data_plane.statistics import ModelStatistics
-from headrace.data_plane.ticket import BrokenCall, Ticket
+from headrace.data_plane.ticket import BatchOutputs, BrokenCall, OutputRows, Ticket
 from headrace.errors import HeadraceError, ModelFailed, RecordsUnavailable, ServerError
 from headrace.ports import RecordSink
 from headrace.records import Amendment, Record
 from headrace.telemetry.logs import log_unexpected
-from headrace.telemetry.metrics import RecordFold
+from headrace.telemetry.metrics import RecordFold, by_version
 from headrace.telemetry.slots import Ledger
-from headrace.tensors import Array
 from headrace.types import Ending
 
 FLUSH_S = 0.01
@@ -94,27 +93,28 @@ class Pipeline:
         ticket.endpoint = endpoint
         (endpoint.ledger if endpoint is not None else self._unknown).received()
         self.admission.tickets_open += 1
+        stage = "admit"
         try:
-            ticket.stage = "admit"
             admit(self.admission, endpoint, self._sink)
 
-            ticket.stage = "route"
+            stage = "route"
             replica = ticket.replica = route(endpoint, version)
             replica.tickets_open += 1
 
-            ticket.stage = "decode"
+            stage = "decode"
             request = ticket.request = ticket.call.decode(replica)
             allowed_s = replica.deadline_s if request.timeout_s is None else request.timeout_s
             ticket.deadline_at_s = ticket.received_at_s + allowed_s
 
-            ticket.stage = "validate"
+            stage = "validate"
             if replica.check_contract is not None:
                 replica.check_contract(request)
             ticket.decoded_at_s = self._clock.now_s()
 
-            ticket.stage = "queue"
+            ticket.stage = stage = "queue"
             replica.lane.submit(replica.waiting_list(request), ticket)
         except Exception as error:
+            ticket.stage = stage
             self._fail(ticket, error)
 
     # ---------------------------------------------------------------- the way out
@@ -122,23 +122,30 @@ class Pipeline:
     def executed(self, batch: Batch) -> None:
         """A batch has come back: answer every ticket whose last piece it held."""
         now_s = self._clock.now_s()
+        started_at_s, took_s, rows = batch.started_at_s, batch.took_s, batch.rows
         self._statistics.batch_executed(batch)
         complete: list[Ticket] = []
         for piece in batch.pieces:
             ticket = piece.ticket
             if ticket.ending is not None:
                 continue  # the caller left, or another piece of it failed
-            ticket.batches += 1
-            ticket.batch_rows = batch.rows
-            ticket.run_s += batch.took_s
-            ticket.started_at_s = ticket.started_at_s or batch.started_at_s
-            ticket.executed_at_s = now_s
             ticket.stage = "run"
+            ticket.batches += 1
+            ticket.batch_rows = rows
+            ticket.run_s += took_s
+            ticket.started_at_s = ticket.started_at_s or started_at_s
+            ticket.executed_at_s = now_s
             if piece.error is not None:
                 self.refuse(ticket, piece.error)
                 continue
             assert piece.outputs is not None
             ticket.pieces -= 1
+            if ticket.pieces == 0 and ticket.parts is None:
+                ticket.outputs = piece.outputs
+                complete.append(ticket)
+                continue
+            if ticket.parts is None:
+                ticket.parts = []
             ticket.parts.append((piece.first_row, piece.outputs))
             if ticket.pieces == 0:
                 try:
@@ -153,6 +160,7 @@ class Pipeline:
         """Encode every answer, then send them back to back: the first wakes the callers' side, the others find it
         awake, and what they ask next arrives together."""
         encoded: list[Ticket] = []
+        is_strict = False
         for ticket in complete:
             ticket.stage = "respond"
             try:
@@ -161,19 +169,23 @@ class Pipeline:
                 self._fail(ticket, error)
                 continue
             encoded.append(ticket)
-        # A reload changes the durability between two requests, and both may be in this batch.
-        endpoints = {ticket.endpoint for ticket in encoded}
-        if any(endpoint is not None and endpoint.spec.records.durability == "strict" for endpoint in endpoints):
+            # Asked of each: a reload changes the durability between two requests, and both may be in this batch.
+            is_strict = is_strict or (ticket.endpoint is not None and ticket.endpoint.is_strict)
+        if is_strict:
             self._commit_then_send(encoded)
             return
-        sent = [self._send(ticket) for ticket in encoded]
-        for ticket, is_sent in zip(encoded, sent, strict=True):
-            self.finish(ticket, Ending.ANSWERED if is_sent else Ending.ABANDONED)
+        sent: list[Ticket] = []
+        for ticket in encoded:
+            if self._send(ticket):
+                sent.append(ticket)
+            else:
+                self.abandon(ticket)
+        self.finish(sent, Ending.ANSWERED)
 
     def _commit_then_send(self, tickets: list[Ticket]) -> None:
         """Strict durability: one write and one sync for all of them, then the answers; a send that fails after the
         commit is written down as an amendment."""
-        records = [self._record(ticket, Ending.ANSWERED) for ticket in tickets]
+        records = self._records(tickets, Ending.ANSWERED)
         for ticket in tickets:
             ticket.is_committing = True
 
@@ -184,14 +196,14 @@ class Pipeline:
                     if is_on_disk:
                         self._amend(record, ticket.ending)
                     else:
-                        self._write(self._record(ticket, ticket.ending))
+                        self._write(self._records((ticket,), ticket.ending)[0])
                 elif not is_on_disk:
                     text = "the record of this request could not be written to disk"
                     self.refuse(ticket, RecordsUnavailable(text, retry_after_s=RECORDS_RETRY_AFTER_S))
                 elif self._send(ticket):
-                    self._end(ticket, Ending.ANSWERED, record, is_written=True)
+                    self.finish((ticket,), Ending.ANSWERED, written=record)
                 else:
-                    self._end(ticket, Ending.ABANDONED, record, is_written=True)
+                    self.finish((ticket,), Ending.ABANDONED, written=record)
                     self._amend(record, Ending.ABANDONED)
 
         self._sink.commit(records, committed)
@@ -206,7 +218,7 @@ class Pipeline:
         ticket.error = error
         ticket.outputs = None
         ticket.call.encode(ticket)
-        self.finish(ticket, error.ending if self._send(ticket) else Ending.ABANDONED)
+        self.finish((ticket,), error.ending if self._send(ticket) else Ending.ABANDONED)
 
     def _fail(self, ticket: Ticket, error: Exception) -> None:
         """End a ticket in whose stage something was raised: even a fault of ours leaves nobody waiting."""
@@ -231,36 +243,46 @@ class Pipeline:
         ticket.status = error.http_status
         self._unknown.received()
         self.admission.tickets_open += 1
-        self.finish(ticket, error.ending)
+        self.finish((ticket,), error.ending)
 
     def abandon(self, ticket: Ticket) -> None:
         """The caller has gone: forget what waits; what already runs comes back and is ignored."""
         if ticket.ending is None:
-            self.finish(ticket, Ending.ABANDONED)
+            self.finish((ticket,), Ending.ABANDONED)
 
-    def finish(self, ticket: Ticket, ending: Ending) -> None:
-        """Close a ticket.
+    def finish(self, tickets: Sequence[Ticket], ending: Ending, *, written: Record | None = None) -> None:
+        """Close tickets.
 
         **Invariant**: at most once per ticket, and the only way that one closes (tests/promises/test_one_ending.py).
-        """
-        self._end(ticket, ending, self._record(ticket, ending), is_written=ticket.is_committing)
 
-    def _end(self, ticket: Ticket, ending: Ending, record: Record, *, is_written: bool) -> None:
-        assert ticket.ending is None, f"request {ticket.request_id} ended twice"
-        ticket.ending = ending
-        (ticket.endpoint.ledger if ticket.endpoint is not None else self._unknown).ended(ending)
-        self.admission.tickets_open -= 1
-        replica = ticket.replica
-        if replica is not None:
-            replica.tickets_open -= 1
-            if ticket.pieces:
-                replica.forget(ticket)
-        if record.ending != ending:
-            record = self._record(ticket, ending)
-        self._ended.append(record)
-        if not is_written:
-            self._unwritten.append(record)
-        self._flush_soon()
+        Args:
+            tickets: Those that end alike at this moment, as the answered ones of a batch do.
+            ending: Of them all.
+            written: The record of the only ticket, if it is on disk already; one with another ending is amended.
+        """
+        if not tickets:
+            return
+        is_true = written is not None and written.ending == ending
+        records = [written] if written is not None and is_true else self._records(tickets, ending)
+        by_ledger: dict[Ledger, int] = {}
+        for ticket, record in zip(tickets, records, strict=True):
+            assert ticket.ending is None, f"request {ticket.request_id} ended twice"
+            ticket.ending = ending
+            ledger = ticket.endpoint.ledger if ticket.endpoint is not None else self._unknown
+            by_ledger[ledger] = by_ledger.get(ledger, 0) + 1
+            replica = ticket.replica
+            if replica is not None:
+                replica.tickets_open -= 1
+                if ticket.pieces:
+                    replica.forget(ticket)
+            self._ended.append(record)
+            if written is None and not ticket.is_committing:
+                self._unwritten.append(record)
+        for ledger, count in by_ledger.items():
+            ledger.ended(ending, count)
+        self.admission.tickets_open -= len(tickets)
+        if not self._is_flush_due:
+            self._flush_soon()
         self.admission.note_idle()
 
     def _write(self, entry: Record | Amendment) -> None:
@@ -281,23 +303,25 @@ class Pipeline:
             return
         if unwritten:
             self._sink.write(unwritten)
-        self._fold.fold(ended)
-        self._statistics.fold(ended)
+        groups = by_version(ended)
+        self._fold.fold(groups)
+        self._statistics.fold(groups)
 
     def close(self) -> None:
         """Hand over what is still held; before the sink closes."""
         self.flush()
 
-    def _record(self, ticket: Ticket, ending: Ending) -> Record:
-        return make_record(ticket, ending, self._clock, self.snapshot_id, self._worker)
+    def _records(self, tickets: Sequence[Ticket], ending: Ending) -> list[Record]:
+        now_s, now_unix_s = self._clock.now_s(), self._clock.unix_s()
+        snapshot_id, worker = self.snapshot_id, self._worker
+        return [make_record(ticket, ending, now_s, now_unix_s, snapshot_id, worker) for ticket in tickets]
 
 
-def _assemble(parts: list[tuple[int, list[Array]]]) -> list[Array]:
+def _assemble(parts: list[tuple[int, OutputRows]]) -> OutputRows:
     """Put the pieces of a many-row answer together, in row order."""
-    if len(parts) == 1:
-        return parts[0][1]
     parts.sort(key=lambda part: part[0])
     try:
-        return [np.concatenate(column) for column in zip(*(outputs for _, outputs in parts), strict=True)]
+        columns = zip(*(outputs.arrays() for _, outputs in parts), strict=True)
+        return OutputRows(BatchOutputs([np.concatenate(column) for column in columns], 1))
     except ValueError as error:  # a dimension behind the first depends on what else is in the batch
         raise ModelFailed(f"the outputs of the request's {len(parts)} batches do not fit together: {error}") from error

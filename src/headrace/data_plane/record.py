@@ -4,7 +4,6 @@ import zlib
 
 import msgspec
 
-from headrace.clock import Clock
 from headrace.data_plane.ticket import BASELINE_ARM, Ticket
 from headrace.errors import DeadlineError, InvalidInput
 from headrace.records import Record
@@ -12,60 +11,78 @@ from headrace.tensors import Array
 from headrace.types import Ending
 
 
-def make_record(ticket: Ticket, ending: Ending, clock: Clock, snapshot_id: str, worker: int) -> Record:
-    """Build the record of a ticket.
+def make_record(
+    ticket: Ticket, ending: Ending, now_s: float, now_unix_s: float, snapshot_id: str, worker: int
+) -> Record:
+    """Build the record of a ticket that ends now.
 
     Durations are differences of monotonic times and 0.0 where a stage was not reached.
     """
-    now_s = clock.now_s()
-    received_s = ticket.received_at_s
+    endpoint, replica, request, call = ticket.endpoint, ticket.replica, ticket.request, ticket.call
+    received_s, decoded_s, executed_s = ticket.received_at_s, ticket.decoded_at_s, ticket.executed_at_s
     total_s = now_s - received_s
-    endpoint, replica, request, error = ticket.endpoint, ticket.replica, ticket.request, ticket.error
-    decoded_s, started_s, executed_s = ticket.decoded_at_s, ticket.started_at_s, ticket.executed_at_s
-    inputs = outputs = None
-    stage = ""
+    code = stage = field = reason = ""
+    status = ticket.status
     if ending is not Ending.ANSWERED:
-        stage = error.stage if isinstance(error, DeadlineError) else ticket.stage
-    rate = endpoint.spec.records.payload_rate if endpoint is not None else 0.0
-    if rate and request is not None and is_sampled(ticket.request_id, rate):
-        inputs = pack_tensors(request.inputs)
-        if ticket.outputs is not None and replica is not None:
-            names = (spec.name for spec in replica.signature.outputs)
-            outputs = pack_tensors(dict(zip(names, ticket.outputs, strict=True)))
+        error = ticket.error
+        stage = ticket.stage
+        if isinstance(error, DeadlineError):
+            stage = error.stage
+        elif isinstance(error, InvalidInput):
+            field, reason = error.field, error.reason
+        if ending is Ending.ABANDONED:
+            code, status = "caller_gone", 0
+        elif error is not None:
+            code = error.code
+    inputs = outputs = None
+    if endpoint is not None and endpoint.payload_rate:
+        inputs, outputs = _payload(ticket, endpoint.payload_rate)
     return Record(
         ticket.request_id,
         ticket.trace_id,
-        clock.unix_s() - total_s,
+        now_unix_s - total_s,
         snapshot_id,
         endpoint.name if endpoint is not None else "unknown",
-        endpoint.spec.model if endpoint is not None else "",
+        endpoint.model if endpoint is not None else "",
         replica.version if replica is not None else "",
         "",
         BASELINE_ARM,
         1.0,
-        ticket.call.protocol,
+        call.protocol,
         ending,
-        "caller_gone" if ending is Ending.ABANDONED else error.code if error is not None else "",
-        ticket.status if ending is not Ending.ABANDONED else 0,
+        code,
+        status,
         stage,
         ticket.degraded,
-        error.field if isinstance(error, InvalidInput) else "",
-        error.reason if isinstance(error, InvalidInput) else "",
+        field,
+        reason,
         request.rows if request is not None else 0,
         ticket.batch_rows,
         ticket.batches,
-        ticket.call.bytes_in,
+        call.bytes_in,
         ticket.bytes_out,
         max(0.0, ticket.deadline_at_s - received_s),
         total_s,
         decoded_s - received_s if decoded_s else total_s,
-        (started_s or now_s) - decoded_s if decoded_s else 0.0,
+        (ticket.started_at_s or now_s) - decoded_s if decoded_s else 0.0,
         ticket.run_s,
         now_s - executed_s if executed_s else 0.0,
         inputs,
         outputs,
         worker,
     )
+
+
+def _payload(ticket: Ticket, rate: float) -> tuple[bytes | None, bytes | None]:
+    """Inputs and outputs, of a request that is sampled."""
+    request, replica = ticket.request, ticket.replica
+    if request is None or not is_sampled(ticket.request_id, rate):
+        return None, None
+    outputs = None
+    if ticket.outputs is not None and replica is not None:
+        names = (spec.name for spec in replica.signature.outputs)
+        outputs = pack_tensors(dict(zip(names, ticket.outputs.arrays(), strict=True)))
+    return pack_tensors(request.inputs), outputs
 
 
 def is_sampled(request_id: str, rate: float) -> bool:

@@ -109,9 +109,8 @@ class Replica:
         self.codec = Codec(
             endpoint.name, version.version, self.signature, endpoint.nonfinite, endpoint.contract, json_depth_max
         )
-        self.answer_head = f"x-headrace-version: {version.version}\r\nx-headrace-arm: {BASELINE_ARM}\r\n".encode(
-            "ascii"
-        )
+        self.answer_head = f"x-headrace-version: {version.version}\r\nx-headrace-arm: {BASELINE_ARM}\r\n"
+        self.answer_head.encode("ascii")  # what a header cannot carry fails here, at load, and not at every request
         self.check_contract: ContractChecker | None = compile_contract(self.signature, endpoint.contract)
         curve = CurveLearner(model.trial.warmup).curve
         self.deadline_s = _deadline_s(endpoint, curve)
@@ -247,6 +246,8 @@ class Endpoint:
 
     Attributes:
         spec: From the snapshot in force.
+        is_strict: No answer leaves before its record is on disk.
+        payload_rate: Share of requests whose inputs and outputs are recorded.
         replicas: By version; only such as can take requests.
         problems: Version → why it could not be loaded.
         default: Serves requests that name no version; None while nothing is warm.
@@ -255,6 +256,9 @@ class Endpoint:
     def __init__(self, spec: EndpointSpec, ledger: Ledger) -> None:
         self.spec = spec
         self.name = spec.name
+        self.model = spec.model
+        self.is_strict = spec.records.durability == "strict"
+        self.payload_rate = spec.records.payload_rate
         self.ledger = ledger
         self.replicas: Mapping[str, Replica] = {}
         self.problems: dict[str, str] = {}

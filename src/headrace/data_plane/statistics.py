@@ -10,9 +10,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from headrace.clock import Clock
 from headrace.data_plane.batch import Batch
-from headrace.records import Record
+from headrace.telemetry.metrics import VersionRecords
 from headrace.telemetry.slots import Cell, SlotValues, SlotWriter
 from headrace.types import Ending
 
@@ -77,25 +79,28 @@ class ModelStatistics:
         count.add(1)
         total.add(nanoseconds)
 
-    def fold(self, records: Iterable[Record]) -> None:
+    def fold(self, ended: Iterable[VersionRecords]) -> None:
         """Count requests that have ended and had reached a version."""
-        by_version: defaultdict[tuple[str, str], list[Record]] = defaultdict(list)
-        for record in records:
-            if record.version:
-                by_version[record.endpoint, record.version].append(record)
-        for key, members in by_version.items():
-            cells = self._of(*key).cells
-            answered = [record for record in members if record.ending == Ending.ANSWERED]
-            if len(answered) < len(members):
-                failed = [record for record in members if record.ending != Ending.ANSWERED]
-                cells["fail.count"].add(len(failed))
-                cells["fail.ns"].add(sum([record.total_s for record in failed]) * 1e9)
-            cells["success.count"].add(len(answered))
-            cells["success.ns"].add(sum([record.total_s for record in answered]) * 1e9)
-            cells["queue.count"].add(len(answered))
-            cells["queue.ns"].add(sum([record.queue_s for record in answered]) * 1e9)
-            cells["compute_input.ns"].add(sum([record.decode_s for record in answered]) * 1e9)
-            cells["compute_output.ns"].add(sum([record.respond_s for record in answered]) * 1e9)
+        for group in ended:
+            if not group.version:
+                continue
+            cells = self._of(group.endpoint, group.version).cells
+            decode_s, queue_s, _, respond_s = group.stages_s
+            total_s = group.total_s
+            if group.troubled:
+                is_answered = np.array([record.ending == Ending.ANSWERED for record in group.records])
+                failed_s = total_s[~is_answered]
+                cells["fail.count"].add(len(failed_s))
+                cells["fail.ns"].add(float(failed_s.sum()) * 1e9)
+                total_s, decode_s, queue_s, respond_s = (
+                    column[is_answered] for column in (total_s, decode_s, queue_s, respond_s)
+                )
+            cells["success.count"].add(len(total_s))
+            cells["success.ns"].add(float(total_s.sum()) * 1e9)
+            cells["queue.count"].add(len(queue_s))
+            cells["queue.ns"].add(float(queue_s.sum()) * 1e9)
+            cells["compute_input.ns"].add(float(decode_s.sum()) * 1e9)
+            cells["compute_output.ns"].add(float(respond_s.sum()) * 1e9)
 
 
 def add_up(workers: Iterable[SlotValues], wanted: Mapping[str, Iterable[str]]) -> list[dict[str, Any]]:

@@ -5,8 +5,8 @@ the only place that closes one). It carries what the stages pass on, and the tim
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.errors import HeadraceError
 from headrace.tensors import Array
@@ -19,6 +19,65 @@ Scalar = str | int | float | bool
 
 BASELINE_ARM = "baseline"
 """The arm of a request while its endpoint has no roll-out."""
+
+
+class BatchOutputs:
+    """What one run of the model gave back, for all who were in it.
+
+    Attributes:
+        arrays: One per output of the signature, in its order; the first dimension is the batch, if there is one.
+        rows: Length of the batch dimension; 1 when the model is not batched.
+    """
+
+    __slots__ = ("_leaves", "arrays", "rows")
+
+    def __init__(self, arrays: Sequence[Array], rows: int) -> None:
+        self.arrays = arrays
+        self.rows = rows
+        self._leaves: dict[int, list[Any]] = {}
+
+    def leaves(self, index: int) -> list[Any]:
+        """All elements of one output as Python values, in row-major order; made once for the batch."""
+        found = self._leaves.get(index)
+        if found is None:
+            found = self._leaves[index] = self.arrays[index].ravel().tolist()
+        return found
+
+
+class OutputRows:
+    """The rows of a batch's outputs that are one request's: a view, cut only when somebody looks.
+
+    Args:
+        batch: All outputs of the run.
+        first_row, rows: Which; all of them when `rows` is None, whatever the first dimension means.
+    """
+
+    __slots__ = ("_batch", "_first_row", "_rows")
+
+    def __init__(self, batch: BatchOutputs, first_row: int = 0, rows: int | None = None) -> None:
+        self._batch = batch
+        self._first_row = first_row
+        self._rows = rows
+
+    def array(self, index: int) -> Array:
+        """One output, by its position in the signature."""
+        whole = self._batch.arrays[index]
+        return whole if self._rows is None else whole[self._first_row : self._first_row + self._rows]
+
+    def arrays(self) -> list[Array]:
+        """All outputs."""
+        return [self.array(index) for index in range(len(self._batch.arrays))]
+
+    def leaves(self, index: int) -> tuple[tuple[int, ...], list[Any]]:
+        """Shape and elements of one output, the elements as Python values in row-major order."""
+        batch, rows = self._batch, self._rows
+        shape = batch.arrays[index].shape
+        every = batch.leaves(index)
+        if rows is None:
+            return shape, every
+        width = len(every) // (batch.rows or 1)
+        start = self._first_row * width
+        return (rows, *shape[1:]), every[start : start + rows * width]
 
 
 @dataclass(slots=True)
@@ -104,7 +163,7 @@ class Ticket:
     endpoint: "Endpoint | None" = None
     replica: "Replica | None" = None
     request: InferRequest | None = None
-    outputs: list[Array] | None = None
+    outputs: OutputRows | None = None
     error: HeadraceError | None = None
     ending: Ending | None = None
     degraded: str = ""
@@ -113,7 +172,7 @@ class Ticket:
     bytes_out: int = 0
     pieces: int = 0
     is_committing: bool = False
-    parts: list[tuple[int, list[Array]]] = field(default_factory=list)
+    parts: list[tuple[int, OutputRows]] | None = None
     batch_rows: int = 0
     batches: int = 0
     decoded_at_s: float = 0.0

@@ -4,15 +4,18 @@
 it is not exposed. Names here are without the prefix `headrace_`.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 from typing import Final, Literal
 
 import numpy as np
 
 from headrace.records import Record
 from headrace.telemetry.slots import Cell, Histogram, SlotWriter
+from headrace.types import Ending
 
 PREFIX: Final = "headrace_"
 
@@ -155,6 +158,53 @@ def _labels(name: str, kind: Kind, values: tuple[str, ...]) -> tuple[tuple[str, 
     return tuple(zip(metric.labels, values, strict=True))
 
 
+Column = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+_ANSWERED: Final = Ending.ANSWERED.value
+_numbers_of = attrgetter("total_s", "decode_s", "queue_s", "run_s", "respond_s", "batch_rows")
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRecords:
+    """Records of one version that ended in one turn, and their numbers as columns.
+
+    Attributes:
+        endpoint, model, version: What they have in common.
+        records: In the order in which they ended.
+        total_s, stages_s, batch_rows: A column each; `stages_s` in the order of `STAGES`.
+        troubled: Those that were not answered, or were degraded.
+    """
+
+    endpoint: str
+    model: str
+    version: str
+    records: Sequence[Record]
+    total_s: Column
+    stages_s: Sequence[Column]
+    batch_rows: Column
+    troubled: Sequence[Record]
+
+
+def by_version(records: Iterable[Record]) -> list[VersionRecords]:
+    """Group records by version and lay their numbers out in columns; about 0.4 µs a record."""
+    groups: dict[tuple[str, str, str], list[Record]] = {}
+    endpoint = model = version = None
+    members: list[Record] = []
+    for record in records:
+        if record.version is not version or record.endpoint is not endpoint or record.model is not model:
+            endpoint, model, version = record.endpoint, record.model, record.version
+            members = groups.setdefault((endpoint, model, version), [])
+        members.append(record)
+    return [_columns(key, members) for key, members in groups.items()]
+
+
+def _columns(key: tuple[str, str, str], records: list[Record]) -> VersionRecords:
+    flat = np.fromiter(chain.from_iterable(map(_numbers_of, records)), np.float64, count=6 * len(records))
+    total_s, *stages_s, batch_rows = np.ascontiguousarray(flat.reshape(-1, 6).T)
+    troubled = [record for record in records if record.code or record.degraded or record.ending != _ANSWERED]
+    return VersionRecords(*key, records, total_s, stages_s, batch_rows, troubled)
+
+
 class _Distribution:
     """A histogram as an array over the mapped cells, so that many values are added in a few operations."""
 
@@ -164,11 +214,16 @@ class _Distribution:
         self._bounds = np.asarray(histogram.bounds)
         self._cells = np.frombuffer(histogram.cells, dtype=np.float64)  # type: ignore[call-overload]  # a memoryview
 
-    def add(self, values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
+    def add(self, values: Column) -> None:
         """Count finite values."""
         above = len(self._bounds)
         self._cells[: above + 1] += np.bincount(np.searchsorted(self._bounds, values), minlength=above + 1)
         self._cells[above + 1] += values.sum()
+
+
+def _reached(column: Column) -> Column:
+    """Without the zeros, which mean that a request did not get that far."""
+    return column if column.min() > 0.0 else column[column > 0.0]
 
 
 class _Series:
@@ -184,33 +239,30 @@ class _Series:
         self.batch_rows = _Distribution(meter.histogram("batch_rows", *self._names))
         self.stages = [_Distribution(meter.histogram("stage_seconds", endpoint, stage)) for stage in STAGES]
 
-    def fold(self, records: Sequence[Record]) -> None:
+    def fold(self, ended: VersionRecords) -> None:
         """Count records of this version."""
-        for (ending, code), count in Counter([(record.ending, record.code) for record in records]).items():
-            cell = self.requests.get((ending, code))
-            if cell is None:
-                cell = self.requests[ending, code] = self._meter.counter("requests_total", *self._names, ending, code)
-            cell.add(count)
-        values = np.array(
-            [
-                (
-                    record.total_s, record.decode_s, record.queue_s, record.run_s, record.respond_s, record.batch_rows,
-                    record.ending == "rejected" or record.degraded != "",
-                )
-                for record in records
-            ],
-            dtype=np.float64,
-        ).T  # fmt: skip
-        self.request.add(values[0])
-        for distribution, spent_s in zip(self.stages, values[1:5], strict=True):
-            distribution.add(spent_s[spent_s > 0])
-        self.batch_rows.add(values[5][values[5] > 0])
-        for at in np.flatnonzero(values[6]).tolist():
-            self._count_trouble(records[at])
+        troubled = ended.troubled
+        if len(troubled) < len(ended.records):
+            self._count(_ANSWERED, "", len(ended.records) - len(troubled))
+        self.request.add(ended.total_s)
+        for distribution, spent_s in zip(self.stages, ended.stages_s, strict=True):
+            distribution.add(_reached(spent_s))
+        self.batch_rows.add(_reached(ended.batch_rows))
+        if troubled:
+            for (ending, code), count in Counter([(record.ending, record.code) for record in troubled]).items():
+                self._count(ending, code, count)
+            for record in troubled:
+                self._count_trouble(record)
+
+    def _count(self, ending: str, code: str, count: int) -> None:
+        cell = self.requests.get((ending, code))
+        if cell is None:
+            cell = self.requests[ending, code] = self._meter.counter("requests_total", *self._names, ending, code)
+        cell.add(count)
 
     def _count_trouble(self, record: Record) -> None:
         """The rarer counters."""
-        if record.ending == "rejected":
+        if record.ending == Ending.REJECTED:
             self._meter.counter("rejected_total", *self._names, record.code).add()
             if record.reason:
                 names = (*self._names, record.field, record.reason)
@@ -237,23 +289,20 @@ class RecordFold:
         self._meter = Meter(slots)
         self._series: dict[tuple[str, str, str], _Series] = {}
 
-    def fold(self, records: Sequence[Record]) -> None:
+    def fold(self, ended: Iterable[VersionRecords]) -> None:
         """Count these records."""
-        by_version: defaultdict[tuple[str, str, str], list[Record]] = defaultdict(list)
-        for record in records:
-            by_version[record.endpoint, record.version, record.model].append(record)
-        for key, members in by_version.items():
+        for group in ended:
+            key = (group.endpoint, group.model, group.version)
             series = self._series.get(key)
             if series is None:
-                series = self._open(members[0])
-            series.fold(members)
+                series = self._open(key)
+            series.fold(group)
 
-    def _open(self, record: Record) -> _Series:
+    def _open(self, key: tuple[str, str, str]) -> _Series:
         if len(self._series) >= _SERIES_MAX:
             # Only the look-ups are cached here, so starting over loses nothing; it bounds memory.
             self._series.clear()
-        series = _Series(self._meter, record.endpoint, record.model, record.version)
-        self._series[record.endpoint, record.version, record.model] = series
+        series = self._series[key] = _Series(self._meter, *key)
         return series
 
 

@@ -165,14 +165,14 @@ class Ledger:
         row[7] += 1.0
         row[0] = seq + 2.0
 
-    def ended(self, ending: Ending) -> None:
-        """A request that was received has ended."""
+    def ended(self, ending: Ending, count: int = 1) -> None:
+        """Requests that were received have ended."""
         row = self._row
         column = _COLUMN[ending]
         seq = row[0]
         row[0] = seq + 1.0
-        row[column] += 1.0
-        row[7] -= 1.0
+        row[column] += count
+        row[7] -= count
         row[0] = seq + 2.0
 
 

@@ -93,7 +93,7 @@ class RigCall:
         return InferRequest(None, {}, {"x": self.rows}, rows, (RequestedOutput(0, False),), self.timeout_s)
 
     def encode(self, ticket: Ticket) -> None:
-        self._encoded = ticket.error if ticket.error is not None else ticket.outputs[0]  # type: ignore[index]  # answered tickets have outputs
+        self._encoded = ticket.error if ticket.error is not None else ticket.outputs.array(0)  # type: ignore[union-attr]  # answered tickets have outputs
         ticket.status = ticket.error.http_status if ticket.error is not None else 200
 
     def send(self) -> bool:

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 from headrace.data_plane.gateway import oip_json
 from headrace.data_plane.gateway.oip import Codec
-from headrace.data_plane.ticket import InferRequest, RequestedOutput
+from headrace.data_plane.ticket import BatchOutputs, InferRequest, OutputRows, RequestedOutput
 from headrace.errors import (
     BadRequest,
     HeadraceError,
@@ -72,7 +72,7 @@ def refusal(codec: Codec, body: bytes, tail: bytes | None = None) -> HeadraceErr
 
 def reply(codec: Codec, *outputs: Array, wanted: list[RequestedOutput] | None = None, id: str | None = None) -> Any:
     chosen = wanted if wanted is not None else [RequestedOutput(index, False) for index in range(len(outputs))]
-    return codec.encode(InferRequest(id, {}, {}, 1, chosen), outputs)
+    return codec.encode(InferRequest(id, {}, {}, 1, chosen), OutputRows(BatchOutputs(outputs, 1)))
 
 
 def exact(array: Array) -> tuple[Any, ...]:
@@ -670,7 +670,7 @@ def test_a_mixed_reply_carries_its_tensors_behind_the_json() -> None:
     """Each output in the form asked for, in the order asked for (X6; conformance case 9)."""
     label, y = np.array([258]), np.array([[1, -2.5]], np.float32)
 
-    encoded = reply(make_codec(), label, y, wanted=[RequestedOutput(1, True), RequestedOutput(0, False)])
+    encoded = reply(make_codec(), y, label, wanted=[RequestedOutput(1, True), RequestedOutput(0, False)])
 
     expected = (
         b'{"model_name":"model","model_version":"3","outputs":['
@@ -740,7 +740,7 @@ def test_names_that_need_escapes_are_served() -> None:
     codec = make_codec(spec, outputs=(spec,))
 
     request = decode(codec, body_of(tensor([5], [1], spec.name, "INT8"), outputs=[{"name": spec.name}]))
-    encoded = codec.encode(request, [request.inputs[spec.name]])
+    encoded = codec.encode(request, OutputRows(BatchOutputs([request.inputs[spec.name]], 1)))
 
     assert spec.name == json.loads(encoded.json)["outputs"][0]["name"]
 
@@ -801,7 +801,7 @@ def test_every_datatype_survives_json_both_ways(datatype: Datatype, data: st.Dat
     sent = json.loads(json.dumps({"data": leaves}, default=bytes.decode))["data"]
 
     request = decode(codec, body_of(tensor(sent, array.shape, "a", datatype.wire)))
-    answer = json.loads(codec.encode(request, [array]).json)["outputs"][0]
+    answer = json.loads(codec.encode(request, OutputRows(BatchOutputs([array], 1))).json)["outputs"][0]
     again = decode(codec, body_of(answer))
 
     assert exact(array) == exact(request.inputs["a"]) == exact(again.inputs["a"])

@@ -3,6 +3,7 @@
 This file is one thing, the life of a connection: what the transport calls, the pump, and leaving. A request passes
 
     data_received → reader.feed (whole requests go to _parsed) → _dispatch → _pipeline → handler.handle(exchange)
+                  ↘ reader.read_known: one whole request with a head that was read before, straight to _pipeline
     exchange.send → answer_ready → _flush (ready answers at the head of _pipeline, one write)
 
 `_pump` is the one loop that dispatches, flushes and feeds on, and it never runs inside itself: handlers may answer from
@@ -82,7 +83,7 @@ class Connection(asyncio.Protocol):
         self.front = front
         self._parsed: deque[Exchange] = deque()
         self._pipeline: deque[Exchange] = deque()
-        self._reader = RequestReader(self, front.settings, front.clock, self._parsed)
+        self._reader = RequestReader(self, front.settings, front.clock, self._parsed, front.known_heads)
         self._backlog: memoryview | None = None  # read, not yet fed
         self._bound = front.settings.pipelined_requests_max
         self._since_s = 0.0  # when the reader's stage began; when idle, when the last answer left
@@ -109,24 +110,25 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._is_deaf:
             return
+        reader, parsed, pipeline = self._reader, self._parsed, self._pipeline
+        is_free = reader.stage == IDLE and not (pipeline or parsed or self._is_write_paused) and self._bound > 1
+        if is_free and self._backlog is None:
+            exchange = reader.read_known(data)
+            if exchange is not None:
+                pipeline.append(exchange)
+                self.front.hand_over(exchange)
+                return
         if self._backlog is not None:
             self._backlog = memoryview(bytes(self._backlog) + data)
         elif len(data) > SLICE_BYTES:
             self._backlog = memoryview(data)
         else:
-            reader, parsed, pipeline = self._reader, self._parsed, self._pipeline
             error = reader.feed(data)
             if error is not None or reader.stage != IDLE or reader.is_done:
                 self._after_feed(error)
-            elif (
-                len(parsed) == 1
-                and not pipeline
-                and parsed[0].special is None
-                and not self._is_write_paused
-                and self._bound > 1
-            ):
-                # One plain request and nothing before it, as nearly always: straight through. Its answer may be
-                # written from within, which is safe because nothing else is under way here.
+            elif is_free and len(parsed) == 1 and parsed[0].special is None:
+                # One plain request and nothing before it, as nearly always: straight through, as above. Its answer may
+                # be written from within, which is safe because nothing else is under way here.
                 exchange = parsed.popleft()
                 pipeline.append(exchange)
                 self.front.hand_over(exchange)

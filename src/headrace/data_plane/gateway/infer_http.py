@@ -36,8 +36,10 @@ class Ids:
 def read_ids(exchange: Exchange, ids: Ids) -> tuple[str, str]:
     """Request and trace id of a call: the caller's where they are well formed, otherwise ours."""
     headers = exchange.headers
-    parent = headers.get(b"traceparent")
-    trace_id = _trace_id(parent) if parent is not None else None
+    if b"traceparent" not in headers and b"x-request-id" not in headers:
+        trace_id = ids.next_trace()
+        return trace_id, trace_id
+    trace_id = _trace_id(headers[b"traceparent"]) if b"traceparent" in headers else None
     if trace_id is None:
         trace_id = ids.next_trace()
     given = headers.get(b"x-request-id")
@@ -84,29 +86,32 @@ class HttpInferCall:
         return request
 
     def encode(self, ticket: Ticket) -> None:
-        ids = f"x-request-id: {ticket.request_id}\r\ntraceparent: 00-{ticket.trace_id}-{ticket.trace_id[16:]}-00\r\n"
+        trace_id = ticket.trace_id
+        ids = f"x-request-id: {ticket.request_id}\r\ntraceparent: 00-{trace_id}-{trace_id[16:]}-00\r\n"
+        replica, request, outputs = ticket.replica, ticket.request, ticket.outputs
         if ticket.error is not None:
             self._status, head, self._body = error_reply(ticket.error)
             self._head = head + ids.encode("ascii")
+            ticket.bytes_out = len(self._body[0])
         else:
-            assert ticket.replica is not None
-            assert ticket.request is not None
-            assert ticket.outputs is not None
-            wanted = ticket.request.outputs
-            encoded = ticket.replica.codec.encode(ticket.request, [ticket.outputs[output.index] for output in wanted])
+            assert replica is not None
+            assert request is not None
+            assert outputs is not None
+            encoded = replica.codec.encode(request, outputs)
             if encoded.is_binary:
                 kind = (
                     "content-type: application/octet-stream\r\n"
                     f"inference-header-content-length: {encoded.json_bytes}\r\n"
                 )
                 self._body = [encoded.json, *encoded.tensors]
+                ticket.bytes_out = sum(map(len, self._body))
             else:
                 kind = "content-type: application/json\r\n"
                 self._body = (encoded.json,)
+                ticket.bytes_out = len(encoded.json)
             self._status = 200
-            self._head = ticket.replica.answer_head + f"{kind}{ids}".encode("ascii")
+            self._head = f"{replica.answer_head}{kind}{ids}".encode("ascii")
         ticket.status = self._status
-        ticket.bytes_out = sum(map(len, self._body))
 
     def send(self) -> bool:
         return self._exchange.send(self._status, self._head, self._body)

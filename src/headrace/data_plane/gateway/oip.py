@@ -13,7 +13,7 @@ A `Codec` is compiled once per loaded version. A request takes one of two ways t
     from either               ├─ oip_binary.view    data in the binary part
                               └─ oip_parameters     timeout, form of the outputs, what is refused
 
-    arrays ──── Codec.encode ─┬─ oip_leaves.write_data
+    arrays ──── Codec.encode ─┬─ OutputRows.leaves
     from the model            └─ oip_binary.tensor_bytes
 
 A body that is nothing but a tensor (the raw form) goes straight to `oip_binary.raw_tensor`.
@@ -29,10 +29,19 @@ import msgspec
 
 from headrace.data_plane.gateway.oip_binary import raw_tensor, tensor_bytes, view
 from headrace.data_plane.gateway.oip_json import check_depth, read_message, unknown_name
-from headrace.data_plane.gateway.oip_leaves import encode_json, pack, write_data
+from headrace.data_plane.gateway.oip_leaves import encode_json, pack, texts, with_nonfinite
 from headrace.data_plane.gateway.oip_parameters import binary_bytes, is_output_binary, request_parameters
-from headrace.data_plane.gateway.oip_plans import InputPlan, Message, Output, OutputPlan, typed_decoder
-from headrace.data_plane.ticket import InferRequest, RequestedOutput, Scalar
+from headrace.data_plane.gateway.oip_plans import (
+    Input,
+    InputPlan,
+    Message,
+    Output,
+    OutputPlan,
+    Reply,
+    ReplyOutput,
+    typed_decoder,
+)
+from headrace.data_plane.ticket import InferRequest, OutputRows, RequestedOutput, Scalar
 from headrace.data_plane.validate import compile_contract, name_list, quote
 from headrace.errors import BadRequest, InvalidInput
 from headrace.snapshot import Contract, NonFinitePolicy
@@ -105,10 +114,11 @@ class Codec:
             spec.name: InputPlan(spec, position, rules.get(spec.name)) for position, spec in enumerate(signature.inputs)
         }
         self._decode_typed = typed_decoder(self._plans.values())
+        self._is_single = len(self._plans) == 1
         self._output_index = {spec.name: index for index, spec in enumerate(signature.outputs)}
         self._all_json = tuple(RequestedOutput(index, False) for index in range(len(signature.outputs)))
         self._all_binary = tuple(RequestedOutput(index, True) for index in range(len(signature.outputs)))
-        self._head = encode_json({"model_name": model_name, "model_version": version})[:-1]
+        self._version = version
         self._output_plans = tuple(OutputPlan(spec, nonfinite) for spec in signature.outputs)
 
     # ---------------------------------------------------------------------------------------------- requests
@@ -147,14 +157,28 @@ class Codec:
                 )
             tail = memoryview(body)
             head, tail = bytes(tail[:json_bytes]), tail[json_bytes:]
-        # So few brackets cannot nest too deep; counting them costs a hundredth of parsing.
-        if head.count(b"[") + head.count(b"{") > self._depth_max:
-            check_depth(head, self._depth_max)
         try:
             message = self._decode_typed(head)
-        except (ValueError, RecursionError):
+        except ValueError:
+            # What the typed way takes has four levels at most, so only here can anything be deep.
+            if head.count(b"[") + head.count(b"{") > self._depth_max:
+                check_depth(head, self._depth_max)
             message = read_message(head, self._plans, self._model_name)
+        inputs = message.inputs
+        if self._is_single and len(inputs) == 1 and tail is None and inputs[0].parameters is None:
+            if message.parameters is None and message.outputs is None:
+                return self._build_single(message.id, inputs[0])
         return self._build(message, tail)
+
+    def _build_single(self, identifier: str | None, item: Input) -> InferRequest:
+        """`_build` for one input of a model that has one, with its data in the JSON and nothing else said."""
+        plan, shape = item.plan, item.shape
+        count = shape[0] * plan.row_elements if plan.row_elements is not None else element_count(shape)
+        if count == 0:
+            _check_empty_shape(plan, shape)
+        array = pack(plan, shape, count, item.data)
+        rows = shape[0] if self._signature.is_batched else 1
+        return InferRequest(identifier, {}, {plan.name: array}, rows, self._all_json)
 
     def _build(self, message: Message, tail: memoryview | None) -> InferRequest:
         """Make the arrays; whatever spans several inputs is checked here."""
@@ -269,7 +293,7 @@ class Codec:
 
     # ---------------------------------------------------------------------------------------------- replies
 
-    def encode(self, request: InferRequest, outputs: Sequence[Array]) -> Encoded:
+    def encode(self, request: InferRequest, outputs: OutputRows) -> Encoded:
         """Write a reply.
 
         JSON data are flat. An FP32 or FP16 is written as the shortest decimal that a parser reads back as a double of
@@ -277,7 +301,7 @@ class Codec:
 
         Args:
             request: What was asked; its id and outputs are used.
-            outputs: One array per entry of `request.outputs`, in that order, of the signature's dtype.
+            outputs: All outputs of the signature, in its order, of its dtypes.
 
         Raises:
             NonFiniteOutput: NaN or infinity in a JSON output, under the policy `error`.
@@ -286,27 +310,34 @@ class Codec:
         Source: Open Inference Protocol (KServe V2), "Inference Response JSON Object"; Triton binary tensor data
         extension.
         """
-        parts = [self._head]
-        if request.id is not None:
-            parts += (b',"id":', encode_json(request.id))
-        separator = b',"outputs":['
+        entries: list[ReplyOutput] = []
         tensors: list[memoryview | bytes] = []
         is_binary = False
-        for requested, array in zip(request.outputs, outputs, strict=True):
-            plan = self._output_plans[requested.index]
+        for requested in request.outputs:
+            index = requested.index
+            plan = self._output_plans[index]
             if requested.is_binary:
                 is_binary = True
+                array = outputs.array(index)
                 tensor = tensor_bytes(plan, array)
                 if len(tensor):
                     tensors.append(tensor)
-                content = b',"parameters":{"binary_data_size":%d}' % len(tensor)
-                parts += (separator, plan.head, encode_json(array.shape), content)
+                entry = ReplyOutput(plan.name, plan.wire, array.shape, parameters={"binary_data_size": len(tensor)})
             else:
-                data = write_data(plan, array)
-                parts += (separator, plan.head, encode_json(array.shape), b',"data":', data)
-            separator = b"},"  # it closes the entry before it
-        parts.append(b"}]}" if request.outputs else b',"outputs":[]}')
-        return Encoded(b"".join(parts), tensors, is_binary)
+                shape, leaves = outputs.leaves(index)
+                if plan.is_bytes:
+                    leaves = texts(plan, leaves)
+                entry = ReplyOutput(plan.name, plan.wire, shape, leaves)
+            entries.append(entry)
+        identifier = request.id if request.id is not None else msgspec.UNSET
+        reply = Reply(self._model_name, self._version, identifier, entries)
+        text = encode_json(reply)
+        # msgspec writes null for NaN and infinity, and no number has an n in it: cheaper than isfinite.
+        if b"null" in text:
+            for requested, entry in zip(request.outputs, entries, strict=True):
+                entry.data = with_nonfinite(self._output_plans[requested.index], entry)
+            text = encode_json(reply)
+        return Encoded(text, tensors, is_binary)
 
 
 def _check_empty_shape(plan: InputPlan, shape: Sequence[int]) -> None:

@@ -15,12 +15,12 @@ import msgspec
 import numpy as np
 
 from headrace.data_plane.gateway.oip_binary import byte_strings
-from headrace.data_plane.gateway.oip_plans import InputPlan, OutputPlan
+from headrace.data_plane.gateway.oip_plans import InputPlan, OutputPlan, ReplyOutput
 from headrace.data_plane.validate import quote
 from headrace.errors import BadRequest, InvalidInput, NonFiniteOutput
 from headrace.tensors import Array, Datatype, element_count
 
-__all__ = ["OutOfRange", "describe", "encode_json", "pack", "read_data", "write_data"]
+__all__ = ["OutOfRange", "describe", "encode_json", "pack", "read_data", "texts", "with_nonfinite"]
 
 _PACKERS_MAX: Final = 256
 
@@ -171,25 +171,12 @@ def _range_error(plan: InputPlan, data: list[Any]) -> InvalidInput:
 # ---------------------------------------------------------------------------------------------- arrays to leaves
 
 
-def write_data(plan: OutputPlan, array: Array) -> bytes:
-    """The flat JSON array of an output's elements.
+def texts(plan: OutputPlan, leaves: list[Any]) -> list[str]:
+    """BYTES for JSON. Runtimes may give strings already.
 
     Raises:
-        NonFiniteOutput: NaN or infinity, under the policy `error`.
-        BadRequest: A BYTES output is not UTF-8.
+        BadRequest: An element is not UTF-8.
     """
-    leaves = (array if array.ndim == 1 else array.ravel()).tolist()
-    if plan.is_bytes:
-        leaves = _texts(plan, leaves)
-    data = encode_json(leaves)
-    # msgspec writes null for NaN and infinity, and no number has an n in it: cheaper than isfinite.
-    if plan.is_float and b"n" in data and plan.nonfinite != "null":
-        return _nonfinite_data(plan, array.shape, leaves, data)
-    return data
-
-
-def _texts(plan: OutputPlan, leaves: list[Any]) -> list[str]:
-    """BYTES for JSON. Runtimes may give strings already."""
     try:
         return [leaf if isinstance(leaf, str) else leaf.decode() for leaf in leaves]
     except UnicodeDecodeError as error:
@@ -199,15 +186,24 @@ def _texts(plan: OutputPlan, leaves: list[Any]) -> list[str]:
         ) from None
 
 
-def _nonfinite_data(plan: OutputPlan, shape: tuple[int, ...], leaves: list[float], data: bytes) -> bytes:
-    """Refuse NaN and infinity, which are null in `data`, or write them as literals."""
+def with_nonfinite(plan: OutputPlan, entry: ReplyOutput) -> list[Any] | msgspec.Raw | msgspec.UnsetType:
+    """Data of an output that may hold NaN or infinity, by its policy: refused, left to become null, or as literals.
+
+    Raises:
+        NonFiniteOutput: It does, under the policy `error`.
+    """
+    leaves = entry.data
+    if not plan.is_float or not isinstance(leaves, list) or plan.nonfinite == "null":
+        return leaves
+    at = next((at for at, leaf in enumerate(leaves) if not math.isfinite(leaf)), None)
+    if at is None:
+        return leaves
     if plan.nonfinite == "error":
-        at = next(at for at, leaf in enumerate(leaves) if not math.isfinite(leaf))
         raise NonFiniteOutput(
-            f"output {plan.spec.name!r} holds {leaves[at]} at element "
-            f"{[int(i) for i in np.unravel_index(at, shape)]}, which JSON cannot carry; hint: ask for it in "
+            f"output {plan.name!r} holds {leaves[at]} at element "
+            f"{[int(i) for i in np.unravel_index(at, entry.shape)]}, which JSON cannot carry; hint: ask for it in "
             'binary form ("parameters": {"binary_data": true}), or set nonfinite to null or literal'
         )
     literals = [json.dumps(leaf).encode() for leaf in leaves if not math.isfinite(leaf)]
-    first, *others = data.split(b"null")
-    return first + b"".join(chain.from_iterable(zip(literals, others, strict=True)))
+    first, *others = encode_json(leaves).split(b"null")
+    return msgspec.Raw(first + b"".join(chain.from_iterable(zip(literals, others, strict=True))))

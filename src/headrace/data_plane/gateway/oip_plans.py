@@ -14,7 +14,7 @@ from headrace.errors import InvalidInput
 from headrace.snapshot import NonFinitePolicy
 from headrace.tensors import Datatype, TensorSpec, element_count
 
-__all__ = ["INT64_MAX", "Input", "InputPlan", "Message", "Output", "OutputPlan", "Parameters", "typed_decoder"]
+__all__ = ["INT64_MAX", "Input", "InputPlan", "Message", "Output", "OutputPlan", "Parameters", "Reply", "ReplyOutput", "typed_decoder"]
 
 INT64_MAX: Final = 2**63 - 1
 
@@ -56,14 +56,15 @@ class InputPlan:
 
 
 class OutputPlan:
-    """One output, compiled: its reply entry up to the shape, and what decides the form of its data."""
+    """One output, compiled: what its reply entry is made of, and what decides the form of its data."""
 
-    __slots__ = ("head", "is_bytes", "is_float", "nonfinite", "spec")
+    __slots__ = ("is_bytes", "is_float", "name", "nonfinite", "spec", "wire")
 
     def __init__(self, spec: TensorSpec, nonfinite: NonFinitePolicy) -> None:
         self.spec = spec
+        self.name = spec.name
+        self.wire = spec.datatype.wire
         self.nonfinite: NonFinitePolicy = nonfinite
-        self.head = msgspec.json.encode({"name": spec.name, "datatype": spec.datatype.wire})[:-1] + b',"shape":'
         self.is_bytes = spec.datatype is Datatype.BYTES
         self.is_float = spec.datatype.kind == "f"
 
@@ -92,23 +93,46 @@ class Output(msgspec.Struct, gc=False):
 
 
 class Message(msgspec.Struct, gc=False):
-    """The JSON part of a request. Unknown keys are ignored: the kserve client sends some."""
+    """The JSON part of a request. Unknown keys are ignored, `model_name` from the kserve client among them."""
 
     inputs: list[Input]
     id: str | None = None
     parameters: Parameters = None
     outputs: list[Output] | None = None
+    model_name: str | None = None
+
+
+class ReplyOutput(msgspec.Struct, gc=False):
+    """One output of a reply; it has `data`, or its size in the binary part in `parameters`."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: list[Any] | msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    parameters: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Reply(msgspec.Struct, gc=False):
+    """The JSON part of a reply."""
+
+    model_name: str
+    model_version: str
+    id: str | msgspec.UnsetType
+    outputs: list[ReplyOutput]
 
 
 def typed_decoder(plans: Collection[InputPlan]) -> Callable[[bytes], Message]:
     """A parser that checks name, datatype, rank, fixed dimensions and leaves of every input.
 
     Returns:
-        A function that raises ValueError for whatever it does not take, right or wrong, and RecursionError.
+        A function that raises ValueError for whatever it does not take, right or wrong. Unknown keys are among that: they
+        may hold anything, at any depth.
     """
     structs = tuple(_input_struct(plan, len(plans) == 1) for plan in plans)
     items: Any = list[Union[structs]] if structs else tuple[()]  # type: ignore[valid-type] # noqa: UP007
-    message: Any = msgspec.defstruct("Message", [("inputs", items)], bases=(Message,), gc=False)
+    message: Any = msgspec.defstruct(
+        "Message", [("inputs", items)], bases=(Message,), forbid_unknown_fields=True, gc=False
+    )
     return msgspec.json.Decoder(message).decode
 
 
@@ -124,8 +148,11 @@ def _input_struct(plan: InputPlan, is_alone: bool) -> type[msgspec.Struct]:
     name = f"Input{plan.position}"
     namespace = {"plan": plan}
     if is_alone:
-        return msgspec.defstruct(name, [("name", Literal[plan.name]), *fields], namespace=namespace, gc=False)
-    return msgspec.defstruct(name, fields, namespace=namespace, tag_field="name", tag=plan.name, gc=False)
+        named = [("name", Literal[plan.name]), *fields]
+        return msgspec.defstruct(name, named, namespace=namespace, forbid_unknown_fields=True, gc=False)
+    return msgspec.defstruct(
+        name, fields, namespace=namespace, tag_field="name", tag=plan.name, forbid_unknown_fields=True, gc=False
+    )
 
 
 def _dimension_type(dimension: int) -> Any:
