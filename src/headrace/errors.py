@@ -178,11 +178,19 @@ class UnknownVersion(NotFound):
 
 
 class MethodNotAllowed(RequestError):
-    """The route exists under another verb."""
+    """The route exists under another verb.
+
+    Attributes:
+        verbs: Those that it takes.
+    """
 
     code = "method_not_allowed"
     http_status = 405
     grpc_status = "UNIMPLEMENTED"
+
+    def __init__(self, message: str, *, verbs: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.verbs = verbs
 
 
 class RequestTimeout(RequestError):

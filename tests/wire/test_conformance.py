@@ -291,6 +291,23 @@ def test_statistics_are_told_although_the_counters_of_one_worker_are_damaged(ser
     assert len(json.loads(reply)["model_stats"]) > 10
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "allow"),
+    [
+        ("GET", "/v2/models/simple/infer", "POST"),
+        ("OPTIONS", "/v2/models/simple/infer", "POST"),
+        ("DELETE", "/v2/models/simple", "GET, HEAD"),
+        ("POST", "/v2/health/live", "GET, HEAD"),
+        ("GET", "/v2/repository/index", "POST"),
+    ],
+)
+def test_a_wrong_verb_is_told_the_right_ones(server: ServerProcess, method: str, path: str, allow: str) -> None:
+    """P3: as RFC 9110 asks of every 405."""
+    status, headers, _ = server.request(method, path)
+
+    assert (405, allow) == (status, headers["allow"])
+
+
 def test_malformed_json_is_the_callers_fault(server: ServerProcess) -> None:
     """P3."""
     for body in (

@@ -9,6 +9,7 @@ SIGHUP looks again at what is served and publishes the difference; SIGTERM ends 
 
 import argparse
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -38,7 +39,7 @@ from headrace.errors import ConfigError
 from headrace.home import Home
 from headrace.report import WorkerReport
 from headrace.telemetry.exposition import SlotsCollector, render
-from headrace.telemetry.logs import log
+from headrace.telemetry.logs import LibraryLogs, log
 from headrace.telemetry.slots import SlotsUnreadable, read_slots
 
 LOOK_S: Final = 0.5
@@ -281,6 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--status-fd", type=int)
     options = parser.parse_args(arguments)
     setproctitle.setproctitle("headrace: control")
+    logging.basicConfig(level=logging.WARNING, handlers=[LibraryLogs()])
     try:
         home = prepare_home(options.home)
         settings = read_settings(home)

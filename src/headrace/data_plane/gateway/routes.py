@@ -15,7 +15,7 @@ import msgspec
 from headrace.clock import Clock
 from headrace.data_plane import statistics
 from headrace.data_plane.gateway import resources
-from headrace.data_plane.gateway.http import Exchange
+from headrace.data_plane.gateway.http import Exchange, error_reply
 from headrace.data_plane.gateway.infer_http import HttpInferCall, Ids, read_ids, refuse
 from headrace.data_plane.pipeline import Pipeline
 from headrace.data_plane.replicas import Endpoint
@@ -99,6 +99,10 @@ class Router:
             return
         try:
             self._dispatch(exchange)
+        except MethodNotAllowed as error:
+            status, head, body = error_reply(error)
+            allow = b"allow: %b\r\n" % ", ".join(error.verbs).encode("ascii")  # RFC 9110 §15.5.6
+            exchange.send(status, head + allow, body)
         except HeadraceError as error:
             refuse(exchange, error)
         except Exception as error:
@@ -225,7 +229,7 @@ def _segments(target: bytes) -> list[str]:
 
 def _allow(exchange: Exchange, verbs: tuple[str, ...]) -> None:
     if exchange.method not in verbs:
-        raise MethodNotAllowed(f"this route takes {' or '.join(verbs)}")
+        raise MethodNotAllowed(f"this route takes {' or '.join(verbs)}", verbs=verbs)
 
 
 def _known(endpoint: Endpoint | None, version: str) -> Endpoint:
