@@ -49,6 +49,7 @@ __all__ = [
 
 _EPS_S = 1e-9  # deadlines closer than a nanosecond are the same
 _REFRESH_DECISIONS = 16
+_REFRESH_SLOS = 1 / 64  # nothing moves faster, and a cheap model decides thousands of times in an objective
 _CANDIDATES = 8  # steps between the smallest and the largest size; 9 sizes are scored
 _PROBE_SLOS = 4.0
 _DOOR_FACTOR = 8.0  # the last line, for a caller that does not trim its queue to Little's bound
@@ -346,7 +347,7 @@ class PricedPolicy:
     def decide(self, now_s: float, deadlines_s: Sequence[float], rows: Sequence[int]) -> Decision:
         """Choose what an idle executor does now; see ``BatchPolicy``."""
         self._now_s = now_s
-        if self._stale_in <= 0:
+        if self._stale_in <= 0 and now_s >= self._refresh_at_s:
             self._refresh(now_s)
         self._stale_in -= 1
         end = len(deadlines_s)
@@ -526,6 +527,7 @@ class PricedPolicy:
         self._hold_factor = max(1.0, self._margin)  # never hold a batch past its expected latest start
         self._refresh_every = min(_REFRESH_DECISIONS, 2 * self._refresh_every)  # the first figures are the worst
         self._stale_in = 1 if self._learner.is_alarmed else self._refresh_every
+        self._refresh_at_s = now_s + _REFRESH_SLOS * self._slo_s if self._refresh_every == _REFRESH_DECISIONS else now_s
 
     def _padded(self, rows: int) -> int:
         return self._curve.padded_rows(rows) if self._buckets else rows
