@@ -6,8 +6,8 @@
     defaults  <  headrace.yaml (or .toml)  <  HEADRACE_<NAME>  <  flags
 
 `load` merges the four, remembers where each value came from, and reports every problem at once. How the text of one
-value is read is in `config_values.py`, how a file is read in `config_file.py`. It is long
-because the table is here: who may set what must not drift apart from how it is merged.
+value is read is in `config_values.py`, how a file is read in `config_file.py`. This is one file although it is long:
+the table is half of it, and who may set what must not drift apart from how it is merged.
 """
 
 import os

@@ -56,6 +56,9 @@ def _quantity(text: str, factors: Mapping[str, float], accepted: str) -> float:
 def parse_slo(text: str) -> Slo:
     """Read `p99=50ms` or `p99.9=1s`.
 
+    A bare number is refused, although it would be seconds elsewhere: who writes `p99=50` means milliseconds, and an
+    objective of 50 s refuses nothing in time.
+
     Raises:
         ValueError: With what is accepted.
     """
@@ -64,7 +67,7 @@ def parse_slo(text: str) -> Slo:
     if match is None:
         raise ValueError(f"{text!r} is not {accepted}")
     try:
-        threshold_s = parse_seconds(match[2])
+        threshold_s = _quantity(match[2], _SECONDS, "a duration with its unit")
     except ValueError:
         raise ValueError(f"{text!r} is not {accepted}") from None
     quantile = float(match[1]) / 100

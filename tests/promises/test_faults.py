@@ -85,7 +85,8 @@ def test_a_model_that_is_not_there_ends_the_start_with_a_message_that_names_it(t
 
 
 def test_a_broken_model_beside_a_sound_one_is_said_and_the_sound_one_is_served(tmp_path: Path) -> None:
-    """F2: one bad file does not take the others out of service; readiness names the one that is missing."""
+    """F2: one bad file does not take the others out of service; readiness names the one that is missing, and
+    its callers are told when to come back."""
     models.save(tmp_path / "models" / "good.onnx", models.identity(shape=("N", 1)))
     models.save(tmp_path / "models" / "bad.onnx", broken("truncated"))
     with ServerProcess(tmp_path / "models", tmp_path / "home", "--workers", "1", wait=False) as server:
@@ -95,7 +96,7 @@ def test_a_broken_model_beside_a_sound_one_is_said_and_the_sound_one_is_served(t
         ready, _, body = server.request("GET", "/v2/health/ready")
 
     assert 503 == bad.status
-    assert "model_unavailable" == bad.code
+    assert ("model_unavailable", "30") == (bad.code, bad.headers["retry-after"])
     assert (503, True) == (ready, b"bad" in body)
 
 

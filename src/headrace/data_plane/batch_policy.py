@@ -17,6 +17,9 @@ Pieces and rows: a request is cut by the caller into pieces of at most ``rows_ma
 Source: early drop is Nexus's (SOSP'19), deadline-first batches with a learned profile are Clockwork's (OSDI'20),
 feedback on latency is Clipper's (NSDI'17); the price, the margin and the rule for holding are derived in
 ``docs/concepts/scheduling.md``.
+
+This is one file although it is long: a decision is read from top to bottom, beside the constants that it is made of.
+What it knows of the model is in ``batch_curve.py``, what other servers do in ``batch_rivals.py``.
 """
 
 import math
