@@ -1,5 +1,6 @@
 """The command line as a user meets it: in a process of its own, with its exit status, output and errors."""
 
+import errno
 import json
 import os
 import pickle
@@ -19,6 +20,7 @@ from msgspec.structs import fields
 import headrace
 from headrace.app.screen import start_lines
 from headrace.cli.main import COMMANDS
+from headrace.cli.problems import explain
 from headrace.cli.records import record_line
 from headrace.config import SETTINGS, Settings, usable_cores
 from headrace.home import Home
@@ -354,6 +356,15 @@ def test_alias_changes_the_default_that_list_shows(tmp_path: Path) -> None:
     assert [("m", "1", "stopped")] == [(row["endpoint"], row["version"], row["state"]) for row in endpoints]
     assert 1 == wrong.returncode
     assert "it has: 1, 2" in wrong.stderr
+
+
+def test_a_state_folder_of_another_user_is_said_without_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    """D4: it is no defect, and there is a next step."""
+    status = explain(PermissionError(errno.EACCES, "Permission denied", "/var/lib/headrace/snapshots/.lock"))
+
+    said = capsys.readouterr().err
+    assert 1 == status
+    assert said.startswith("headrace: /var/lib/headrace/snapshots/.lock: Permission denied\nhint: run it as the user")
 
 
 def test_a_default_that_cannot_be_loaded_is_told_with_what_answers_meanwhile(tmp_path: Path) -> None:

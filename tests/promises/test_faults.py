@@ -140,6 +140,22 @@ def test_a_state_folder_that_cannot_be_written_ends_the_start_with_the_way_out(t
     assert "Traceback" not in output
 
 
+@pytest.mark.service("setpriv")
+@pytest.mark.parametrize("name", ["run/lock", "run/worker-1.slots", "snapshots/.lock"])
+def test_a_file_of_another_user_in_the_state_folder_ends_the_start_and_is_named(tmp_path: Path, name: str) -> None:
+    """F2: the server ran once as root, in a folder that all may write."""
+    model = models.save(tmp_path / "m.onnx", models.identity())
+    home = tmp_path / "home"
+    theirs = home / name
+    theirs.parent.mkdir(parents=True)
+    theirs.touch(0o400)
+    code, output = ended(ServerProcess(model, home, wait=False, prefix=without_privileges()))
+
+    assert 1 == code, output
+    assert f"the state folder {home} cannot be written: this user may not write {theirs}" in output
+    assert "Traceback" not in output
+
+
 # ------------------------------------------------------------------------------------------------------- a full disk
 
 
