@@ -168,7 +168,7 @@ _ENTRY_TYPES: Final[dict[str, Any]] = {
 
 
 # Bounds inside an entry that no type says; those of a contract need the model and are checked when it is loaded.
-_ENTRY_BOUNDS: Final[dict[tuple[str, str], tuple[float, float]]] = {
+ENTRY_BOUNDS: Final[dict[tuple[str, str], tuple[float, float]]] = {
     ("records", "payload_rate"): (0, 1),
     ("batching", "rows_max"): (1, 1 << 20),
     ("batching", "delay_s"): (0, 60),
@@ -222,7 +222,7 @@ def entry_value(key: str, value: object, folder: Path) -> Any:
         converted = msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise _part_error(kind, value, error) from error
-    for (entry_key, name), (least, most) in _ENTRY_BOUNDS.items():
+    for (entry_key, name), (least, most) in ENTRY_BOUNDS.items():
         number = getattr(converted, name) if entry_key == key else None
         if number is not None and not least <= number <= most:
             raise PartError(f"{name} is {number:g}; accepted: {least:g} to {most:,.15g}", (name,))
