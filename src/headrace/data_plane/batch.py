@@ -529,7 +529,7 @@ class Lane:
         now_s = self._clock.now_s()
         # A batch that failed took as long as its pieces one by one. Learned, that would have the policy refuse others
         # because of one caller whose requests make the model raise.
-        if not any([piece.error is not None for piece in batch.pieces]):
+        if not any(piece.error is not None for piece in batch.pieces):
             lateness_s = now_s - batch.pieces[0].ticket.deadline_at_s
             batch.waiting_list.policy.executed(now_s, batch.rows, batch.took_s, lateness_s)
         if not self.executor.is_inline and self._busy_lists:

@@ -281,6 +281,7 @@ class PricedPolicy:
         "_one_row_rate",
         "_one_row_s",
         "_ran_at_s",
+        "_refresh_at_s",
         "_refresh_every",
         "_rows_max",
         "_slo_s",
@@ -343,7 +344,7 @@ class PricedPolicy:
         self._cap.executed(rows, lateness_s > 0)
         if self._is_probing or self._learner.is_alarmed:
             self._is_probing = False
-            self._stale_in = 0
+            self._stale_in, self._refresh_at_s = 0, now_s
 
     # ------------------------------------------------------------------ the decision
 
@@ -449,7 +450,7 @@ class PricedPolicy:
             return first, run, run_rows
         lam = self._meter.rate(now_s)
         if lam > 2 * self._margin_rate:
-            self._stale_in = 0  # a surge: the margin was chosen for less than half of this load
+            self._stale_in, self._refresh_at_s = 0, now_s  # a surge: the margin was chosen for less than half of it
         phi = self._pressure(lam)
         price = phi * self._time_worth(lam)
         best_score, best = -math.inf, (first, run, run_rows)
