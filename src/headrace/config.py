@@ -6,8 +6,8 @@
     defaults  <  headrace.yaml (or .toml)  <  HEADRACE_<NAME>  <  flags
 
 `load` merges the four, remembers where each value came from, and reports every problem at once. How the text of one
-value is read is in `config_values.py`, how a file is read in `config_file.py`. It is long
-because the table is here: who may set what must not drift apart from how it is merged.
+value is read is in `config_values.py`, how a file is read in `config_file.py`. This is one file although it is long:
+the table is half of it, and who may set what must not drift apart from how it is merged.
 """
 
 import os
@@ -195,11 +195,18 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One entry of `models:`, or the model named on the command line.
 
     Attributes:
-        path: Absolute path of the artefact or of a folder of models or versions.
+        path: Artefact, or folder of models or of versions; written relative to the file, kept absolute.
         name: In the URL; empty takes the name found at the path.
         version: The only version to serve; empty serves all that are found.
-        default_version: Serves requests that name no version; empty leaves the choice to `control_plane.publish`.
-        labels: Class labels; empty takes a `labels.txt` beside the artefact.
+        default_version: Serves requests that name no version, whatever `headrace model alias` says; empty takes the
+            highest at the first start and then what that command chose.
+        slo: Latency objective, such as `p99=50ms`; also the deadline of requests that bring none.
+        contract: What requests may hold beyond what the artefact says.
+        records: How requests are written down.
+        batching: How batches are formed.
+        runtime: How the model is executed.
+        nonfinite: What a JSON answer does with NaN and infinity.
+        labels: Class labels, in the order of the classes; empty takes those beside the artefact or in it.
         origin: Where the entry was written, for messages.
     """
 

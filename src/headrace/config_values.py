@@ -56,6 +56,9 @@ def _quantity(text: str, factors: Mapping[str, float], accepted: str) -> float:
 def parse_slo(text: str) -> Slo:
     """Read `p99=50ms` or `p99.9=1s`.
 
+    A bare number is refused, although it would be seconds elsewhere: who writes `p99=50` means milliseconds, and an
+    objective of 50 s refuses nothing in time.
+
     Raises:
         ValueError: With what is accepted.
     """
@@ -64,7 +67,7 @@ def parse_slo(text: str) -> Slo:
     if match is None:
         raise ValueError(f"{text!r} is not {accepted}")
     try:
-        threshold_s = parse_seconds(match[2])
+        threshold_s = _quantity(match[2], _SECONDS, "a duration with its unit")
     except ValueError:
         raise ValueError(f"{text!r} is not {accepted}") from None
     quantile = float(match[1]) / 100
@@ -165,7 +168,7 @@ _ENTRY_TYPES: Final[dict[str, Any]] = {
 
 
 # Bounds inside an entry that no type says; those of a contract need the model and are checked when it is loaded.
-_ENTRY_BOUNDS: Final[dict[tuple[str, str], tuple[float, float]]] = {
+ENTRY_BOUNDS: Final[dict[tuple[str, str], tuple[float, float]]] = {
     ("records", "payload_rate"): (0, 1),
     ("batching", "rows_max"): (1, 1 << 20),
     ("batching", "delay_s"): (0, 60),
@@ -219,7 +222,7 @@ def entry_value(key: str, value: object, folder: Path) -> Any:
         converted = msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise _part_error(kind, value, error) from error
-    for (entry_key, name), (least, most) in _ENTRY_BOUNDS.items():
+    for (entry_key, name), (least, most) in ENTRY_BOUNDS.items():
         number = getattr(converted, name) if entry_key == key else None
         if number is not None and not least <= number <= most:
             raise PartError(f"{name} is {number:g}; accepted: {least:g} to {most:,.15g}", (name,))

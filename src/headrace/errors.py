@@ -26,7 +26,7 @@
     ├── DeadlineError 503               blame: deadline → ending expired, at a named stage
     └── ServerError 500                 blame: server → ending failed
         ├── ModelFailed                 the model raised
-        ├── ModelUnavailable 503        its artefact could not be loaded
+        ├── ModelUnavailable 503        its artefact could not be loaded; carries Retry-After
         ├── NonFiniteOutput             NaN or infinity where the reply cannot carry it
         └── WorkerLost                  the process that held the request died
 

@@ -126,7 +126,8 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threshold_s: float
 
     def __str__(self) -> str:
-        return f"p{self.quantile * 100:g}={self.threshold_s * 1e3:g}ms"
+        threshold = f"{self.threshold_s:g}s" if self.threshold_s >= 1 else f"{self.threshold_s * 1e3:g}ms"
+        return f"p{self.quantile * 100:g}={threshold}"
 
 
 class VersionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -271,7 +271,15 @@ def test_an_objective_is_read(text: str, quantile: float, threshold_s: float) ->
     assert (quantile, threshold_s) == (pytest.approx(slo.quantile), pytest.approx(slo.threshold_s))
 
 
-@pytest.mark.parametrize("text", ["", "99=50ms", "p99", "p99=", "p100=5ms", "p99=fast", "p0=5ms", "p99=0s", "p99=-5ms"])
+@pytest.mark.parametrize("text", ["p99=50ms", "p99.9=1s", "p50=0.8ms", "p95=1.5s"])
+def test_an_objective_is_shown_as_it_can_be_written(text: str) -> None:
+    """S1: what the start screen says can be typed."""
+    assert text == str(parse_slo(text))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "99=50ms", "p99", "p99=", "p100=5ms", "p99=50", "p99=fast", "p0=5ms", "p99=0s", "p99=-5ms"]
+)
 def test_a_wrong_objective_says_what_is_accepted(text: str) -> None:
     """No objective is guessed (S1)."""
     with pytest.raises(ValueError, match=r"p99=50ms|out of range"):

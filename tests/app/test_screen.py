@@ -5,6 +5,7 @@ import json
 import sys
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.app.screen import StartScreen, start_lines
@@ -114,3 +115,28 @@ def test_the_screen_says_when_it_is_over(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "" == before
     assert terminal.getvalue().endswith("\nHeadrace has stopped; it was up for 0 s\n")
     assert 1 == terminal.getvalue().count("has stopped")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"is_inline": True}, ["1 row 7.1 µs, 128 rows 19.8 µs · batches up to 128", "on the event loop"]),
+        ({"rows_max": 1, "batching": "batched"}, ["1 row 7.1 µs · largest batch 1 row", "on a thread of its own"]),
+        (
+            {"base_s": 0.0, "per_row_s": 1e-9, "rows_max": 1, "batching": "not batched: why"},
+            ["speed  not measured · not"],
+        ),
+        (
+            {"rows_max": 1, "batching": "not batched: rows_max is 1", "per_row_s": 0.0},
+            ["a request 7 µs · not batched: rows_max is 1", "22,500 requests/s"],
+        ),
+    ],
+)
+def test_the_largest_batch_and_where_it_runs_are_shown(changes: dict[str, Any], expected: list[str]) -> None:
+    """X2: what was measured and what follows from it can be read, whatever the model."""
+    report = worker("iris")
+    replica = msgspec.structs.replace(report.replicas[0], **changes)
+    lines = start_lines(Settings(), [msgspec.structs.replace(report, replicas=(replica,))], {"iris": None}, 0.6)
+    shown = "\n".join("".join(text for text, _ in line) for line in lines)
+
+    assert [] == [text for text in expected if text not in shown], shown

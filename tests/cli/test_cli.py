@@ -1,5 +1,6 @@
 """The command line as a user meets it: in a process of its own, with its exit status, output and errors."""
 
+import errno
 import json
 import os
 import pickle
@@ -12,12 +13,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 from msgspec.structs import fields
 
 import headrace
 from headrace.app.screen import start_lines
 from headrace.cli.main import COMMANDS
+from headrace.cli.problems import explain
 from headrace.cli.records import record_line
 from headrace.config import SETTINGS, Settings, usable_cores
 from headrace.home import Home
@@ -353,6 +356,36 @@ def test_alias_changes_the_default_that_list_shows(tmp_path: Path) -> None:
     assert [("m", "1", "stopped")] == [(row["endpoint"], row["version"], row["state"]) for row in endpoints]
     assert 1 == wrong.returncode
     assert "it has: 1, 2" in wrong.stderr
+
+
+def test_a_state_folder_of_another_user_is_said_without_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    """D4: it is no defect, and there is a next step."""
+    status = explain(PermissionError(errno.EACCES, "Permission denied", "/var/lib/headrace/snapshots/.lock"))
+
+    said = capsys.readouterr().err
+    assert 1 == status
+    assert said.startswith("headrace: /var/lib/headrace/snapshots/.lock: Permission denied\nhint: run it as the user")
+
+
+def test_a_default_that_cannot_be_loaded_is_told_with_what_answers_meanwhile(tmp_path: Path) -> None:
+    """L1: who chooses a broken version hears it at once, and the list says what callers get."""
+    home = Home(tmp_path / ".headrace")
+    home.prepare()
+    versions = tuple(VersionSpec(version=v, path=f"/m/{v}/model.onnx", digest="sha256:" + v * 64) for v in "12")
+    home.write_snapshot(make_snapshot([EndpointSpec(name="m", model="m", versions=versions, default_version="1")]))
+    good = ReplicaReport(endpoint="m", model="m", version="1", state=ReplicaState.READY, is_default=True)
+    bad = ReplicaReport(endpoint="m", model="m", version="2", state=ReplicaState.FAILED, problem="m.onnx: is empty")
+    report = WorkerReport(number=1, pid=os.getpid(), state="ready", replicas=(good, bad))
+    home.report_file(1).write_bytes(msgspec.json.encode(report))
+
+    changed = run("model", "alias", "m", "2", folder=tmp_path)
+    table = run("get", "endpoints", folder=tmp_path).stdout
+    (row,) = json.loads(run("get", "endpoints", "-o", "json", folder=tmp_path).stdout)
+
+    assert 0 == changed.returncode
+    assert "version 2 could not be loaded, and what answered before goes on: m.onnx: is empty" in changed.stderr
+    assert ("2", "1", "failed") == (row["version"], row["answering_version"], row["state"])
+    assert "version 1 answers" in " ".join(table.split())
 
 
 def test_paths_below_the_working_folder_are_shown_short_enough_to_copy(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from headrace.data_plane.batch import Batch, Lane, WaitingList
 from headrace.data_plane.batch_curve import CurveLearner
 from headrace.data_plane.batch_policy import Decision, PolicyFacts
 from headrace.data_plane.ticket import InferRequest, Ticket
-from headrace.errors import DeadlineUnreachable, HeadraceError
+from headrace.errors import DeadlineUnreachable, HeadraceError, QueueFull
 from headrace.testing.rig import FunctionRuntime, RigCall
 from headrace.types import Ending
 
@@ -142,3 +142,17 @@ async def test_a_refusal_at_the_door_says_what_would_fit() -> None:
     bench.policy.admitted = False
     with pytest.raises(DeadlineUnreachable, match=r"100 rows cannot be answered within .* ms: running alone takes"):
         bench.submit(100, within_s=0.001)
+
+
+async def test_a_refusal_because_too_many_wait_is_not_blamed_on_the_deadline() -> None:
+    """S2: the door names the bound; `retry-after` is the time that those who wait take."""
+    bench = Bench()
+    bench.executor.is_free = False
+    bench.submit(3, within_s=5)
+    bench.policy.admitted = False
+    bench.policy.waiting_rows_max = 3
+    with pytest.raises(QueueFull, match="3 rows are waiting and 1 more are too many") as refusal:
+        bench.submit(1, within_s=5)
+
+    assert ("queue_full", 503) == (refusal.value.code, refusal.value.http_status)
+    assert pytest.approx(bench.waiting.learner.curve.duration_s(3)) == refusal.value.retry_after_s

@@ -15,7 +15,7 @@ from headrace.data_plane.batch_policy import Decision
 from headrace.data_plane.ticket import InferRequest, Ticket
 from headrace.data_plane.trial import TRIAL_ELEMENTS_MAX, try_out
 from headrace.errors import HeadraceError, ModelFailed
-from headrace.snapshot import Slo
+from headrace.snapshot import BatchingPolicy, Slo
 from headrace.tensors import Array, Datatype, Signature, TensorSpec
 from headrace.testing.rig import FunctionRuntime, Gate, Rig, RigCall
 from headrace.types import Ending
@@ -201,3 +201,18 @@ async def test_a_caller_whose_requests_make_the_model_raise_does_not_make_it_loo
         (report,) = rig.plane.reports()
 
     assert report.base_s < 0.006, "a run takes 2 ms"
+
+
+async def test_a_model_that_is_not_batched_reports_the_time_of_its_run(tmp_path: Path) -> None:
+    """X2: it is measured at one size, which must not be taken for a cost per row alone and shown as no time at all."""
+
+    def takes_two_ms(rows: Array) -> Array:
+        time.sleep(0.002)
+        return rows
+
+    async with Rig(tmp_path, {"m": takes_two_ms}, changes={"m": {"batching": BatchingPolicy(rows_max=1)}}) as rig:
+        (report,) = rig.plane.reports()
+
+    assert "not batched: rows_max is 1" == report.batching
+    assert 0.0 == report.per_row_s
+    assert report.base_s >= 0.002

@@ -85,7 +85,8 @@ def test_a_model_that_is_not_there_ends_the_start_with_a_message_that_names_it(t
 
 
 def test_a_broken_model_beside_a_sound_one_is_said_and_the_sound_one_is_served(tmp_path: Path) -> None:
-    """F2: one bad file does not take the others out of service; readiness names the one that is missing."""
+    """F2: one bad file does not take the others out of service; readiness names the one that is missing, and
+    its callers are told when to come back."""
     models.save(tmp_path / "models" / "good.onnx", models.identity(shape=("N", 1)))
     models.save(tmp_path / "models" / "bad.onnx", broken("truncated"))
     with ServerProcess(tmp_path / "models", tmp_path / "home", "--workers", "1", wait=False) as server:
@@ -95,7 +96,7 @@ def test_a_broken_model_beside_a_sound_one_is_said_and_the_sound_one_is_served(t
         ready, _, body = server.request("GET", "/v2/health/ready")
 
     assert 503 == bad.status
-    assert "model_unavailable" == bad.code
+    assert ("model_unavailable", "30") == (bad.code, bad.headers["retry-after"])
     assert (503, True) == (ready, b"bad" in body)
 
 
@@ -136,6 +137,22 @@ def test_a_state_folder_that_cannot_be_written_ends_the_start_with_the_way_out(t
     assert 1 == code, output
     assert f"the state folder {home} cannot be written: Permission denied" in output
     assert "hint: choose another one: HEADRACE_HOME" in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.service("setpriv")
+@pytest.mark.parametrize("name", ["run/lock", "run/worker-1.slots", "snapshots/.lock"])
+def test_a_file_of_another_user_in_the_state_folder_ends_the_start_and_is_named(tmp_path: Path, name: str) -> None:
+    """F2: the server ran once as root, in a folder that all may write."""
+    model = models.save(tmp_path / "m.onnx", models.identity())
+    home = tmp_path / "home"
+    theirs = home / name
+    theirs.parent.mkdir(parents=True)
+    theirs.touch(0o400)
+    code, output = ended(ServerProcess(model, home, wait=False, prefix=without_privileges()))
+
+    assert 1 == code, output
+    assert f"the state folder {home} cannot be written: this user may not write {theirs}" in output
     assert "Traceback" not in output
 
 

@@ -14,6 +14,8 @@ class EndpointRow:
 
     Attributes:
         version: The default.
+        answering_version: What answers requests that name no version: the default, or the last good one while the
+            default cannot be loaded; empty when nothing does.
         state: `ready`, `loading`, `failed`, or `stopped` when no worker runs.
         workers: That have it warm.
         one_row_s: Time of one row; 0 when not measured.
@@ -23,6 +25,7 @@ class EndpointRow:
     endpoint: str
     model: str
     version: str
+    answering_version: str
     state: str
     workers: int
     slo: str
@@ -57,6 +60,7 @@ def endpoint_rows(home: Home) -> list[EndpointRow] | None:
                 endpoint=spec.name,
                 model=spec.model,
                 version=spec.default_version,
+                answering_version=_answering(home, spec.name),
                 state=_state(replicas),
                 workers=len(ready),
                 slo=str(spec.slo) if spec.slo else "",
@@ -85,6 +89,24 @@ def version_rows(home: Home) -> list[VersionRow] | None:
         for spec in snapshot.endpoints
         for version in spec.versions
     ]
+
+
+def load_problem(home: Home, endpoint: str, version: str) -> str:
+    """Why a version that no worker has warm could not be loaded; empty when it is warm or was not tried."""
+    replicas = _replicas(home, endpoint, version)
+    return next((each.problem for each in replicas if each.problem), "") if _state(replicas) == "failed" else ""
+
+
+def _answering(home: Home, endpoint: str) -> str:
+    return next(
+        (
+            replica.version
+            for report in read_reports(home)
+            for replica in report.replicas
+            if replica.endpoint == endpoint and replica.is_default and replica.state.value == "ready"
+        ),
+        "",
+    )
 
 
 def _replicas(home: Home, endpoint: str, version: str) -> list[ReplicaReport]:

@@ -70,3 +70,12 @@ def age_s(pid: int) -> float:
         return max(0.0, uptime_s - int(_stat_fields(pid)[19]) / os.sysconf("SC_CLK_TCK"))
     except (OSError, ValueError, IndexError):
         return 0.0
+
+
+def has_terminal() -> bool:
+    """True while this process has a controlling terminal; one that closes takes itself away and says SIGHUP."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True

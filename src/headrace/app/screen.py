@@ -4,13 +4,13 @@ Lines are built as plain text with marks of meaning; a terminal gets them in col
 the same text. Both are imported while the workers load, so the screen costs no time to the first answer.
 """
 
-import json
 import os
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
+from headrace.app.example import base_url, example_request, fetch_metadata, host_in_url, json_lines
 from headrace.app.observe import age_s, is_serving
 from headrace.config import Settings
 from headrace.home import Home
@@ -22,6 +22,7 @@ Line = tuple[tuple[str, Mark], ...]
 COLUMNS: Final = 80
 COLUMNS_MIN: Final = 40  # a narrower terminal wraps by itself
 LABELS_MAX: Final = 8
+RUN_S_MIN: Final = 1e-7  # no run is shorter: what is below was not measured
 BLOCKS_MAX: Final = 4  # more endpoints than this are counted, not described
 _STYLES: Final[dict[Mark, str]] = {
     "": "",
@@ -32,7 +33,6 @@ _STYLES: Final[dict[Mark, str]] = {
     "link": "cyan",
 }
 _FRAMES: Final = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
-_SAMPLES: Final[dict[str, object]] = {"BOOL": True, "BYTES": "text"}
 
 
 class StartScreen:
@@ -138,7 +138,7 @@ def start_lines(
     if len(serving) < settings.workers:
         workers += f" ({settings.workers - len(serving)} not up)"
     lines += [
-        (("metrics  ", "dim"), (f"http://{_host(settings.admin_host)}:{settings.admin_port}/metrics", "link")),
+        (("metrics  ", "dim"), (f"http://{host_in_url(settings.admin_host)}:{settings.admin_port}/metrics", "link")),
         (("workers  ", "dim"), (workers, "")),
         *_labelled("stop     ", "Ctrl-C finishes requests in flight; twice stops at once", columns),
     ]
@@ -210,20 +210,26 @@ def _labelled(label: str, text: str, columns: int, mark: Mark = "") -> list[Line
 
 def _speed_lines(default: ReplicaReport, replicas: Sequence[ReplicaReport], columns: int) -> list[Line]:
     one_s = default.base_s + default.per_row_s
-    curve = f"1 row {_duration(one_s)}"
+    is_batched = default.batching in ("", "batched")
+    is_measured = one_s >= RUN_S_MIN
+    curve = f"{'1 row' if is_batched else 'a request'} {_duration(one_s)}" if is_measured else "not measured"
     if default.rows_max > 1:
         curve += f", {default.rows_max} rows {_duration(default.base_s + default.per_row_s * default.rows_max)}"
         curve += f" · batches up to {default.rows_max}"
-    elif default.batching and default.batching != "batched":
-        curve += f" · not batched: {default.batching}"
+    elif default.batching == "batched":
+        curve += " · largest batch 1 row"
+    elif not is_batched:
+        curve += f" · {default.batching}"
     rate = sum(replica.sustainable_rate for replica in replicas)
     lines = _labelled("  speed  ", curve, columns)
-    if default.lossy_rate is None:
+    if default.lossy_rate is None and is_measured:
         # Measured with requests of one row each; larger ones carry more rows for the same work.
-        load = f"sustains {rate:,.0f} one-row requests/s over {_count(len(replicas), 'worker')}"
+        kind = "one-row requests/s" if is_batched else "requests/s"
+        load = f"sustains {rate:,.0f} {kind} over {_count(len(replicas), 'worker')}"
         lines += _labelled("  load   ", load, columns, "good")
     if provider := default.facts.get("provider") or default.facts.get("providers"):
-        lines += _labelled("  runs   ", provider, columns)
+        place = "on the event loop" if default.is_inline else "on a thread of its own"
+        lines += _labelled("  runs   ", f"{provider}, {place}", columns)
     if default.lossy_rate is not None:
         lossy_rate = sum(replica.lossy_rate or 0.0 for replica in replicas)
         text = (
@@ -263,84 +269,8 @@ def _address_lines(
             start = [f"curl {insecure}\\", f"{url} -d '"]
         lines += [(("try      ", "dim"), (start[0], "")), *(((part, ""),) for part in start[1:])]
         # Line breaks inside the quotes are white space of the JSON, so the lines paste as one command.
-        lines += [((part, ""),) for part in _json_lines(example, columns)]
+        lines += [((part, ""),) for part in json_lines(example, columns)]
     return lines
-
-
-def _json_lines(request: dict[str, Any], columns: int) -> list[str]:
-    """JSON in lines that fit, broken between values only."""
-    pieces: list[str] = []
-    for index, tensor in enumerate(request["inputs"]):
-        heads = [f"{_json(key)}:{_json(value)}" for key, value in tensor.items() if key != "data"]
-        heads[0] = ('{"inputs":[{' if index == 0 else "{") + heads[0]
-        pieces += [*heads, '"data":[' + _json(tensor["data"][0])]
-        pieces += [_json(value) for value in tensor["data"][1:]]
-        pieces[-1] += "]}" if index < len(request["inputs"]) - 1 else "]}]}'"
-    lines = [pieces[0]]
-    for piece in pieces[1:]:
-        if len(lines[-1]) + len(piece) + 2 > columns:
-            lines[-1] += ","
-            lines.append(piece)
-        else:
-            lines[-1] += f",{piece}"
-    return lines
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-def example_request(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A request of one row that the model takes; None when its inputs are not known or too large to paste."""
-    inputs = [] if metadata is None else metadata.get("inputs") or []
-    tensors = []
-    for tensor in inputs:
-        shape = [1 if dimension < 0 else dimension for dimension in tensor["shape"]]
-        count = 1
-        for dimension in shape:
-            count *= dimension
-        if not 0 < count <= 128:
-            return None
-        data = [_SAMPLES.get(tensor["datatype"], 0)] * count
-        tensors.append({"name": tensor["name"], "shape": shape, "datatype": tensor["datatype"], "data": data})
-    return {"inputs": tensors} if tensors else None
-
-
-def fetch_metadata(settings: Settings, name: str) -> dict[str, Any] | None:
-    """Ask the data plane for a model's inputs and outputs; None when it does not say within a second."""
-    host = settings.http_host if settings.http_host not in ("0.0.0.0", "::", "") else "localhost"
-    import http.client  # 20 ms, paid after the workers were started
-
-    connection: http.client.HTTPConnection
-    if settings.tls_cert:
-        import ssl
-
-        # Only shapes are read, from our own socket, whose certificate names the outside.
-        connection = http.client.HTTPSConnection(
-            host, settings.http_port, timeout=1.0, context=ssl._create_unverified_context()
-        )
-    else:
-        connection = http.client.HTTPConnection(host, settings.http_port, timeout=1.0)
-    try:
-        connection.request("GET", f"/v2/models/{name}")
-        response = connection.getresponse()
-        content = json.loads(response.read())
-        return content if response.status == 200 and isinstance(content, dict) else None
-    except (OSError, ValueError, http.client.HTTPException):
-        return None
-    finally:
-        connection.close()
-
-
-def base_url(settings: Settings) -> str:
-    """Where the data plane is reached from this machine."""
-    return f"{'https' if settings.tls_cert else 'http'}://{_host(settings.http_host)}:{settings.http_port}"
-
-
-def _host(host: str) -> str:
-    if host in ("0.0.0.0", "::", ""):
-        return "localhost"
-    return f"[{host}]" if ":" in host else host
 
 
 def _tensors(tensors: object, columns: int) -> list[str]:

@@ -52,6 +52,10 @@ def prepare_home(root: Path) -> Home:
         probe = home.run / f".probe.{os.getpid()}"
         probe.write_bytes(b"")
         probe.unlink()
+        # Locks and counters are opened, not replaced, and may be another user's in a folder that all may write.
+        for path in (home.run / "lock", home.snapshots / ".lock", *home.run.glob("*.slots")):
+            if path.exists() and not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, f"this user may not write {path}")
     except OSError as error:
         raise StartError(
             f"the state folder {home.root} cannot be written: {error.strerror or error}",

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 import msgspec
 
 from headrace.app.children import Backoff, Child, describe_exit, spawn
-from headrace.app.observe import is_serving, read_report, resident_bytes
+from headrace.app.observe import has_terminal, is_serving, read_report, resident_bytes
 from headrace.app.sockets import listen
 from headrace.app.start import PYTHON, StartError, prepare_home, read_settings, take_lock, write_settings
 from headrace.config import Settings
@@ -208,7 +208,7 @@ class Supervisor:
     # --------------------------------------------------------------------------------------------------- signals
 
     def _take_signals(self) -> None:
-        self._had_terminal = _has_terminal()
+        self._had_terminal = has_terminal()
         wake_read, wake_write = socket.socketpair()
         wake_read.setblocking(False)
         wake_write.setblocking(False)
@@ -247,7 +247,7 @@ class Supervisor:
 
     def _on_hangup(self) -> None:
         # A terminal that closes says SIGHUP too; then nobody is left to read us or press Ctrl-C.
-        if self._had_terminal and not _has_terminal():
+        if self._had_terminal and not has_terminal():
             _say("the terminal is gone: stopping")
             self._on_stop_signal(signal.SIGTERM)
             return
@@ -538,14 +538,6 @@ def _say(*lines: str) -> None:
     # Whoever reads us may be gone, or paused; that is no reason to stop looking after the workers.
     for line in lines:
         put_line(f"headrace: {line}".encode("utf-8", "backslashreplace"))
-
-
-def _has_terminal() -> bool:
-    try:
-        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
-    except OSError:
-        return False
-    return True
 
 
 def _set_title(title: str) -> None:

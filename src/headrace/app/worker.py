@@ -9,6 +9,9 @@ means that the supervisor has died.
 
 Exit codes: 0 drained; 3 nothing can be served (the report says why); 4 a model run got stuck and the worker wants to
 be replaced.
+
+Alone it takes SIGHUP as a supervisor does. This is one file although it is long: the parts of a worker meet here and
+nowhere else, and what is opened in `run` is closed in reverse in `_shut_down`.
 """
 
 import argparse
@@ -22,6 +25,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -31,6 +35,7 @@ import setproctitle
 import uvloop
 
 from headrace.app.companion import Companion
+from headrace.app.observe import has_terminal
 from headrace.app.sockets import listen
 from headrace.app.start import StartError, read_settings
 from headrace.app.worker_gauges import WorkerGauges
@@ -42,6 +47,7 @@ from headrace.data_plane.gateway.listener import Listener
 from headrace.data_plane.gateway.routes import Router
 from headrace.data_plane.pipeline import Pipeline
 from headrace.data_plane.plane import Plane
+from headrace.data_plane.route import FAILED_RETRY_AFTER_S
 from headrace.data_plane.statistics import ModelStatistics
 from headrace.errors import ConfigError, ModelFailed
 from headrace.home import Home, write_atomically
@@ -59,9 +65,9 @@ RUNTIMES: Final = {"onnx": "headrace.runtimes.onnx", "sleep": "headrace.testing.
 TICK_S: Final = 0.25
 """How often a worker looks for a new snapshot, beats its heart and enforces time limits of connections."""
 
-RETRY_S: Final = 30.0
+RETRY_S: Final = FAILED_RETRY_AFTER_S
 RETRY_S_MAX: Final = 600.0
-"""First and longest time after which a model that could not be loaded is tried again."""
+"""First and longest time after which a model that could not be loaded is tried again; callers are told the first."""
 
 UNKNOWN_ENDPOINT: Final = "unknown"
 
@@ -83,7 +89,9 @@ class Worker:
         listening: socket.socket,
         workers: int,
         status_fd: int | None,
+        on_reload: Callable[[], None] | None = None,
     ) -> None:
+        self._on_reload = on_reload
         self._number = number
         self._home = home
         self._settings = settings
@@ -138,7 +146,7 @@ class Worker:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._terminate)
         loop.add_signal_handler(signal.SIGUSR1, self._retire)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        self._take_hangup(loop)
 
         ticker = asyncio.ensure_future(self._tick_for_ever())
         try:
@@ -148,6 +156,21 @@ class Worker:
             ticker.cancel()
             await asyncio.gather(ticker, return_exceptions=True)
         return self._exit_code
+
+    def _take_hangup(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Below a supervisor it is the supervisor's to understand; nohup starts us with it ignored, and that stands."""
+        if self._on_reload is None or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            return
+        reload, had_terminal = self._on_reload, has_terminal()
+
+        def hangup() -> None:
+            if had_terminal and not has_terminal():  # it has closed, and nobody is left to press Ctrl-C
+                self._stop.set()
+            else:
+                reload()
+
+        loop.add_signal_handler(signal.SIGHUP, hangup)
 
     # ---------------------------------------------------------------- while it lives
 
@@ -250,6 +273,8 @@ class Worker:
             self._started_s = time.time() - process_start_unix_s()
             # And nobody shall read that it is ready while it takes no connections yet.
             self._accept_or_leave_it()
+            if self._on_reload is not None:  # alone; otherwise the start screen says so
+                log("info", "ready", http_port=self._listening.getsockname()[1], after_s=round(self._started_s, 3))
         self._write_report()
 
     def _accept_or_leave_it(self) -> None:
@@ -439,14 +464,16 @@ def main() -> None:
     async def live() -> int:
         settings = read_settings(home)
         with contextlib.ExitStack() as stack:
+            on_reload: Callable[[], None] | None = None
             if options.standalone:
                 listening = listen(settings.http_host, settings.http_port, "http")
                 companion = stack.enter_context(Companion(home, settings))
                 stack.callback(asyncio.ensure_future(companion.keep_alive()).cancel)
+                on_reload = companion.reload
             else:
                 listening = socket.socket(fileno=options.listen_fd)
                 listening.setblocking(False)
-            worker = Worker(options.number, home, settings, listening, options.workers, options.status_fd)
+            worker = Worker(options.number, home, settings, listening, options.workers, options.status_fd, on_reload)
             if options.lifeline_fd is not None:
                 asyncio.get_running_loop().add_reader(options.lifeline_fd, worker.lifeline_lost, options.lifeline_fd)
             return await worker.run()

@@ -38,6 +38,9 @@ def endpoints(*, output: Output = "table", home: HomeFlag = None) -> None:
 
 
 def _cells(row: EndpointRow) -> tuple[str, ...]:
+    trouble = row.problem or "-"
+    if row.problem and row.answering_version not in ("", row.version):
+        trouble = f"version {row.answering_version} answers meanwhile; {row.problem}"
     return (
         row.endpoint,
         row.version,
@@ -45,5 +48,5 @@ def _cells(row: EndpointRow) -> tuple[str, ...]:
         str(row.workers),
         row.slo or "-",
         duration(row.one_row_s) if row.one_row_s else "-",
-        f"{row.requests_per_s:,.0f}" if row.requests_per_s else row.problem or "-",
+        f"{row.requests_per_s:,.0f}" if row.requests_per_s else trouble,
     )

@@ -6,9 +6,9 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from headrace.app.inventory import version_rows
+from headrace.app.inventory import load_problem, version_rows
 from headrace.cli.output import HomeFlag, Output, print_json, print_table
-from headrace.cli.problems import CommandFailed
+from headrace.cli.problems import CommandFailed, say
 from headrace.config import home_folder
 from headrace.control_plane import publish
 from headrace.home import Home
@@ -55,11 +55,15 @@ def alias(
 ) -> None:
     """Choose the default version of an endpoint.
 
-    Takes effect within a second on a running server, without losing a request; else at the next start.
+    Takes effect within a second on a running server, without losing a request; else at the next start. A version that
+    cannot be loaded does not take effect: what answered before goes on.
 
     For example:
 
       headrace model alias iris 2
     """
-    snapshot = publish.alias(Home(home_folder(home)), name, version)
+    root = Home(home_folder(home))
+    snapshot = publish.alias(root, name, version)
     print(f"{name}: version {version} is the default (snapshot {snapshot.id})")
+    if problem := load_problem(root, name, version):
+        say(f"version {version} could not be loaded, and what answered before goes on: {problem}")

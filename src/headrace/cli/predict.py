@@ -283,7 +283,7 @@ class Server:
 
 def _local_server(home: Path | None) -> Server:
     """The server of this home, as its settings say."""
-    from headrace.app.screen import base_url
+    from headrace.app.example import base_url
     from headrace.app.start import StartError, read_settings
     from headrace.home import Home
 

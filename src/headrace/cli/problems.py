@@ -1,5 +1,6 @@
 """How a failed command says so: what happened, what was seen, what is accepted; then `hint:` with the next step."""
 
+import errno
 import re
 import sys
 from typing import Final
@@ -16,6 +17,7 @@ from headrace.config_values import nearest
 
 FAILED: Final = 1
 USAGE: Final = 2
+_OUTSIDE: Final = (errno.EACCES, errno.EPERM, errno.EROFS)  # who may do what on this machine, no defect of ours
 _INNER_HINT: Final = re.compile(r"[.;]? hint: ")
 
 
@@ -66,6 +68,12 @@ def explain(error: Exception) -> int:
         return FAILED
     if isinstance(error, PublishError | LoadError):
         say(str(error), _next_step(str(error)))
+        return FAILED
+    if isinstance(error, OSError) and error.filename is not None and error.errno in _OUTSIDE:
+        say(
+            f"{error.filename}: {error.strerror}",
+            "run it as the user who serves, or name another folder: --home FOLDER",
+        )
         return FAILED
     raise error
 

@@ -64,7 +64,9 @@ def _missing(source: str, path: Path) -> CommandFailed:
         found = [each for each in path.parent.iterdir() if each.suffix == ".onnx" or each.is_dir()]
     except OSError:
         found = []
-    there = {each.stem: each.name for each in sorted(found) if not each.name.startswith(".")}
+    # Files before folders: most folders that lie about hold no models.
+    found.sort(key=lambda each: (each.suffix != ".onnx", each.name))
+    there = {each.stem: each.name for each in found if not each.name.startswith(".")}
     hint = ""
     if likely := closest(path.stem, there, 0.7):
         hint = f"headrace serve {shlex.quote(str(Path(source).with_name(there[likely])))}"

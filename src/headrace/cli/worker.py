@@ -20,7 +20,8 @@ def worker(
 ) -> None:
     """Run one worker that listens itself and serves its own metrics on the admin port.
 
-    For places that already restart and count processes, such as Kubernetes. Without a SOURCE and without models: in
+    For places that already restart and count processes, such as Kubernetes. SIGTERM and SIGHUP do what they do to
+    `headrace serve`. Without a SOURCE and without models: in
     a configuration file it serves what the home folder says.
 
     For example:

@@ -154,7 +154,7 @@ def _default_version(item: Wanted, before: EndpointSpec | None, notices: list[st
     if before.default_version in names:
         known = {version.version for version in before.versions}
         notices += [
-            f"{item.name}: version {name} is new and loaded; the default stays {before.default_version} "
+            f"{item.name}: version {name} is new and will be loaded; the default stays {before.default_version} "
             f"(headrace model alias {item.name} {name})"
             for name in names
             if name not in known

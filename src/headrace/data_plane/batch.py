@@ -6,6 +6,9 @@ leaves); nothing polls.
 
 A request of many rows waits as several pieces, none larger than the largest batch; its answer is put together when
 the last piece has come back.
+
+This is one file although it is long: waiting lists, executors and the lane between them change the same pieces, and
+whether a piece can be lost or run twice is only seen with all three in view.
 """
 
 import asyncio
@@ -21,7 +24,15 @@ from headrace.clock import Clock
 from headrace.data_plane.batch_curve import CurveLearner
 from headrace.data_plane.batch_policy import BatchPolicy, Decision
 from headrace.data_plane.ticket import BatchOutputs, OutputRows, Ticket
-from headrace.errors import DeadlineError, DeadlineUnreachable, HeadraceError, ModelFailed, Shed
+from headrace.errors import (
+    CapacityError,
+    DeadlineError,
+    DeadlineUnreachable,
+    HeadraceError,
+    ModelFailed,
+    QueueFull,
+    Shed,
+)
 from headrace.ports import Runtime
 from headrace.tensors import Array
 
@@ -344,7 +355,8 @@ class Lane:
         """Queue a decoded ticket, in pieces no larger than the largest batch.
 
         Raises:
-            headrace.errors.CapacityError: It cannot be answered in time, or the waiting list is at its bound.
+            headrace.errors.DeadlineUnreachable: It cannot be answered in time.
+            headrace.errors.QueueFull: It could be, but the waiting list is at its bound.
         """
         request = ticket.request
         assert request is not None
@@ -359,7 +371,7 @@ class Lane:
         # Who is in a hurry goes before the patient, and is not turned away because of them.
         rows_ahead = waiting_list.rows_waiting if deadline_s > due_s else waiting_list.rows_due_by(due_s)
         if not policy.admits(now_s, deadline_s, rows, free_at_s, rows_ahead):
-            raise self._unreachable(waiting_list, ticket, rows, now_s, free_at_s)
+            raise self._turned_away(waiting_list, ticket, rows, now_s, free_at_s)
         if rows <= waiting_list.rows_max:
             ticket.pieces = 1
             waiting_list.insert(Piece(ticket, 0, rows))
@@ -377,17 +389,23 @@ class Lane:
         elif deadline_s < self._expiry_at_s:
             self._watch_expiry()
 
-    def _unreachable(
+    def _turned_away(
         self, waiting_list: WaitingList, ticket: Ticket, rows: int, now_s: float, free_at_s: float
-    ) -> DeadlineUnreachable:
+    ) -> CapacityError:
+        """Why the policy refuses at the door: the request alone is too late already, or else too many wait."""
         alone_s = _duration_alone_s(waiting_list, rows)
         left_s = ticket.deadline_at_s - now_s
         text = f"{rows} row{'s' if rows != 1 else ''} cannot be answered within {left_s * 1e3:.3g} ms: "
         if alone_s > left_s:
             text += f"running alone takes about {alone_s * 1e3:.3g} ms; send fewer rows or allow more time"
         else:
-            busy_ms = (free_at_s - now_s) * 1e3
-            text += f"{waiting_list.rows_waiting} rows are waiting and the model is busy for {busy_ms:.3g} ms"
+            waiting_rows, busy_s = waiting_list.rows_waiting, max(0.0, free_at_s - now_s)
+            if busy_s + alone_s <= left_s and waiting_rows + rows > waiting_list.policy.waiting_rows_max:
+                text = (
+                    f"{waiting_rows} rows are waiting and {rows} more are too many; send fewer rows or come back later"
+                )
+                return QueueFull(text, retry_after_s=_duration_alone_s(waiting_list, waiting_rows))
+            text += f"{waiting_rows} rows are waiting and the model is busy for {busy_s * 1e3:.3g} ms"
         return DeadlineUnreachable(text, retry_after_s=waiting_list.learner.duration_s(1))
 
     def forget(self, waiting_list: WaitingList, ticket: Ticket) -> None:
@@ -511,7 +529,7 @@ class Lane:
         now_s = self._clock.now_s()
         # A batch that failed took as long as its pieces one by one. Learned, that would have the policy refuse others
         # because of one caller whose requests make the model raise.
-        if not any([piece.error is not None for piece in batch.pieces]):
+        if not any(piece.error is not None for piece in batch.pieces):
             lateness_s = now_s - batch.pieces[0].ticket.deadline_at_s
             batch.waiting_list.policy.executed(now_s, batch.rows, batch.took_s, lateness_s)
         if not self.executor.is_inline and self._busy_lists:

@@ -17,6 +17,9 @@ Pieces and rows: a request is cut by the caller into pieces of at most ``rows_ma
 Source: early drop is Nexus's (SOSP'19), deadline-first batches with a learned profile are Clockwork's (OSDI'20),
 feedback on latency is Clipper's (NSDI'17); the price, the margin and the rule for holding are derived in
 ``docs/concepts/scheduling.md``.
+
+This is one file although it is long: a decision is read from top to bottom, beside the constants that it is made of.
+What it knows of the model is in ``batch_curve.py``, what other servers do in ``batch_rivals.py``.
 """
 
 import math
@@ -49,6 +52,7 @@ __all__ = [
 
 _EPS_S = 1e-9  # deadlines closer than a nanosecond are the same
 _REFRESH_DECISIONS = 16
+_REFRESH_SLOS = 1 / 64  # nothing moves faster, and a cheap model decides thousands of times in an objective
 _CANDIDATES = 8  # steps between the smallest and the largest size; 9 sizes are scored
 _PROBE_SLOS = 4.0
 _DOOR_FACTOR = 8.0  # the last line, for a caller that does not trim its queue to Little's bound
@@ -277,6 +281,7 @@ class PricedPolicy:
         "_one_row_rate",
         "_one_row_s",
         "_ran_at_s",
+        "_refresh_at_s",
         "_refresh_every",
         "_rows_max",
         "_slo_s",
@@ -339,14 +344,14 @@ class PricedPolicy:
         self._cap.executed(rows, lateness_s > 0)
         if self._is_probing or self._learner.is_alarmed:
             self._is_probing = False
-            self._stale_in = 0
+            self._stale_in, self._refresh_at_s = 0, now_s
 
     # ------------------------------------------------------------------ the decision
 
     def decide(self, now_s: float, deadlines_s: Sequence[float], rows: Sequence[int]) -> Decision:
         """Choose what an idle executor does now; see ``BatchPolicy``."""
         self._now_s = now_s
-        if self._stale_in <= 0:
+        if self._stale_in <= 0 and now_s >= self._refresh_at_s:
             self._refresh(now_s)
         self._stale_in -= 1
         end = len(deadlines_s)
@@ -445,7 +450,7 @@ class PricedPolicy:
             return first, run, run_rows
         lam = self._meter.rate(now_s)
         if lam > 2 * self._margin_rate:
-            self._stale_in = 0  # a surge: the margin was chosen for less than half of this load
+            self._stale_in, self._refresh_at_s = 0, now_s  # a surge: the margin was chosen for less than half of it
         phi = self._pressure(lam)
         price = phi * self._time_worth(lam)
         best_score, best = -math.inf, (first, run, run_rows)
@@ -526,6 +531,7 @@ class PricedPolicy:
         self._hold_factor = max(1.0, self._margin)  # never hold a batch past its expected latest start
         self._refresh_every = min(_REFRESH_DECISIONS, 2 * self._refresh_every)  # the first figures are the worst
         self._stale_in = 1 if self._learner.is_alarmed else self._refresh_every
+        self._refresh_at_s = now_s + _REFRESH_SLOS * self._slo_s if self._refresh_every == _REFRESH_DECISIONS else now_s
 
     def _padded(self, rows: int) -> int:
         return self._curve.padded_rows(rows) if self._buckets else rows

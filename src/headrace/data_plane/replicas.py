@@ -199,7 +199,8 @@ class Replica:
             is_default=is_default,
             is_inline=self.lane.executor.is_inline,
             batching=self.trial.batching,
-            base_s=curve.base_s,
+            # One request is one run, whatever its rows; and measured at one size, the fit has no base of its own.
+            base_s=curve.duration_s(1) if runs_unbatched else curve.base_s,
             per_row_s=0.0 if runs_unbatched else curve.per_row_s,
             sigma=curve.sigma,
             rows_max=self.rows_max,

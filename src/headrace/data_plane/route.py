@@ -4,6 +4,8 @@ from headrace.data_plane.replicas import Endpoint, Replica
 from headrace.errors import ModelLoading, ModelUnavailable, UnknownModel, UnknownVersion
 
 LOADING_RETRY_AFTER_S = 1.0
+FAILED_RETRY_AFTER_S = 30.0
+"""When a version that could not be loaded is first tried again; sooner nothing will have changed."""
 
 
 def route(endpoint: Endpoint | None, version: str) -> Replica:
@@ -34,5 +36,6 @@ def route(endpoint: Endpoint | None, version: str) -> Replica:
         raise UnknownVersion(f"model {endpoint.name!r} has no version of that number; it has: {known}")
     problem = endpoint.problems.get(version)
     if problem is not None:
-        raise ModelUnavailable(f"version {version} of model {endpoint.name!r} could not be loaded: {problem}")
+        text = f"version {version} of model {endpoint.name!r} could not be loaded: {problem}"
+        raise ModelUnavailable(text, retry_after_s=FAILED_RETRY_AFTER_S)
     raise ModelLoading(f"version {version} of model {endpoint.name!r} is loading", retry_after_s=LOADING_RETRY_AFTER_S)

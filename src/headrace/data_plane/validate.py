@@ -6,6 +6,9 @@ None for an empty contract, and an input without rules has no entry in the check
 While a request is decoded, `InputRules.fill` replaces missing elements (JSON null) and `InputRules.absent` stands in
 for an input that was left out. The stage `validate` then calls the `ContractChecker` on the finished arrays, which are
 the same whatever protocol brought them.
+
+This is one file although it is long: what a contract may say, what is refused when it is compiled and what is checked
+per request are three views of the same rules, and a rule added to one of them must not be missing in the others.
 """
 
 import math

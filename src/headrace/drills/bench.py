@@ -6,7 +6,8 @@ deployment get?** Every server has all cores, in the form its documentation reco
 generator. In both the servers are measured in turn, so that what the machine does meanwhile hits all of them.
 
 The parts: `bench_load` measures, `bench_peers` starts and checks servers, `bench_profile` looks inside, `bench_report`
-judges and writes, `bench_machine` knows the machine.
+judges and writes, `bench_machine` knows the machine. What is left here is long because the order of measurements is
+the method: who is measured when, on which cores and how often is to be checked in one place.
 """
 
 import argparse

@@ -1,4 +1,7 @@
-"""From measurements to the page: ratios, verdicts, tables and the plot. Nothing here measures or knows a result."""
+"""From measurements to the page: ratios, verdicts, tables and the plot. Nothing here measures or knows a result.
+
+This is one file although it is long: every figure of the page is beside the rule that judges it.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

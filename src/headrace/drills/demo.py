@@ -2,6 +2,8 @@
 
 Run by `scripts/demo`. It needs the extra `demo` (scikit-learn, skl2onnx, tritonclient), sends to this machine only and
 leaves nothing behind: the server lives in a temporary folder.
+
+This is one file although it is long: it is read as it is run, step by step, and half of it is what it says.
 """
 
 import argparse

@@ -1,5 +1,7 @@
 """A real server for tests: `headrace serve` in its own processes, on free ports, in its own home folder; and the
 callers that tests send to it, who write down what they were told.
+
+This is one file although it is long: a test needs both, and what a caller may be told is read beside how a server ends.
 """
 
 import http.client

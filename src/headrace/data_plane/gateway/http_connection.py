@@ -1,6 +1,7 @@
 """One HTTP/1.1 connection: bytes in, requests out; answers in, bytes out, in the order of the requests.
 
-This file is one thing, the life of a connection: what the transport calls, the pump, and leaving. A request passes
+This file is long and one thing, the life of a connection: what the transport calls, the pump, and leaving. A request
+passes
 
     data_received → reader.feed (whole requests go to _parsed) → _dispatch → _pipeline → handler.handle(exchange)
                   ↘ reader.read_known: one whole request with a head that was read before, straight to _pipeline

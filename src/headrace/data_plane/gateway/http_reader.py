@@ -197,7 +197,8 @@ class RequestReader:
         """
         # A head that begins and ends in a read this short cannot be too large, and is not measured.
         self._is_short = self.stage == IDLE and len(data) <= self._header_bytes_max
-        was_idle, was_head, was_chunked = self.stage == IDLE, self.stage == HEAD, self.stage == BODY and self._is_chunked
+        was_idle, was_head = self.stage == IDLE, self.stage == HEAD
+        was_chunked = self.stage == BODY and self._is_chunked
         completed_before = len(self._completed)
         try:
             self._parser.feed_data(data)
@@ -209,9 +210,9 @@ class RequestReader:
             if self._refusal is None and isinstance(error, httptools.HttpParserCallbackError):
                 raise  # a defect of this file
             return self._refusal or BadRequest(f"not a valid HTTP/1.1 request: {error}")
-        if was_idle and self.stage != HEAD and self._persistence == KEEPS:
-            if len(self._completed) - completed_before == (self.stage == IDLE):  # one request, and no other before it
-                self._known_heads.learn(data, self._method, self._target, self._message_headers)
+        is_first = len(self._completed) - completed_before == (self.stage == IDLE)  # no request before this one
+        if was_idle and self.stage != HEAD and is_first and self._persistence == KEEPS:
+            self._known_heads.learn(data, self._method, self._target, self._message_headers)
         if self.stage == IDLE:
             return None
         # Safety nets for what the callbacks do not see: one endless header, and padding between chunks.

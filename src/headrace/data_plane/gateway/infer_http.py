@@ -37,11 +37,9 @@ def read_ids(exchange: Exchange, ids: Ids) -> tuple[str, str]:
     """Request and trace id of a call: the caller's where they are well formed, otherwise ours."""
     headers = exchange.headers
     if b"traceparent" not in headers and b"x-request-id" not in headers:
-        trace_id = ids.next_trace()
-        return trace_id, trace_id
-    trace_id = _trace_id(headers[b"traceparent"]) if b"traceparent" in headers else None
-    if trace_id is None:
-        trace_id = ids.next_trace()
+        ours = ids.next_trace()
+        return ours, ours
+    trace_id = _trace_id(headers.get(b"traceparent", b"")) or ids.next_trace()
     given = headers.get(b"x-request-id")
     if given is not None and 0 < len(given) <= 128 and _ID_CHARACTERS.issuperset(given):
         return given.decode("ascii"), trace_id

@@ -164,9 +164,9 @@ class Codec:
             if head.count(b"[") + head.count(b"{") > self._depth_max:
                 check_depth(head, self._depth_max)
             message = read_message(head, self._plans, self._model_name)
-        inputs = message.inputs
-        if self._is_single and len(inputs) == 1 and tail is None and inputs[0].parameters is None:
-            if message.parameters is None and message.outputs is None:
+        if self._is_single and tail is None and message.parameters is None and message.outputs is None:
+            inputs = message.inputs
+            if len(inputs) == 1 and inputs[0].parameters is None:
                 return self._build_single(message.id, inputs[0])
         return self._build(message, tail)
 

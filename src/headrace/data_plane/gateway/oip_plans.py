@@ -14,7 +14,18 @@ from headrace.errors import InvalidInput
 from headrace.snapshot import NonFinitePolicy
 from headrace.tensors import Datatype, TensorSpec, element_count
 
-__all__ = ["INT64_MAX", "Input", "InputPlan", "Message", "Output", "OutputPlan", "Parameters", "Reply", "ReplyOutput", "typed_decoder"]
+__all__ = [
+    "INT64_MAX",
+    "Input",
+    "InputPlan",
+    "Message",
+    "Output",
+    "OutputPlan",
+    "Parameters",
+    "Reply",
+    "ReplyOutput",
+    "typed_decoder",
+]
 
 INT64_MAX: Final = 2**63 - 1
 
@@ -125,8 +136,8 @@ def typed_decoder(plans: Collection[InputPlan]) -> Callable[[bytes], Message]:
     """A parser that checks name, datatype, rank, fixed dimensions and leaves of every input.
 
     Returns:
-        A function that raises ValueError for whatever it does not take, right or wrong. Unknown keys are among that: they
-        may hold anything, at any depth.
+        A function that raises ValueError for whatever it does not take, right or wrong. Unknown keys are among that:
+        they may hold anything, at any depth.
     """
     structs = tuple(_input_struct(plan, len(plans) == 1) for plan in plans)
     items: Any = list[Union[structs]] if structs else tuple[()]  # type: ignore[valid-type] # noqa: UP007
