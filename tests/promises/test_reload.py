@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -218,7 +219,6 @@ def test_a_configuration_that_became_wrong_changes_nothing(tmp_path: Path) -> No
 
 LARGE_BYTES = 100_000_000
 LOOP_CPU_S_MAX = 0.02
-RATE_PER_S = 150.0
 
 
 class OnnxRig(Rig):
@@ -265,17 +265,16 @@ async def test_loading_a_hundred_megabytes_takes_next_to_nothing_of_the_loop_tha
 
 
 class Neighbour:
-    """The busy small model beside which large ones are loaded."""
+    """The model beside which large ones are loaded, and its traffic."""
 
-    def __init__(self, server: ServerProcess, folder: Path, large: Path) -> None:
-        self._server, self._folder, self._large = server, folder, large
-        body = json_infer_body("x", np.zeros((1, 8), np.float32))
+    def __init__(self, server: ServerProcess, folder: Path, large: Path, body: bytes, rate_per_s: float) -> None:
+        self._server, self._folder, self._large, self._rate_per_s = server, folder, large, rate_per_s
         self._request = infer_request_bytes("127.0.0.1", server.http_port, "small", body)
 
     def drive(self, seconds: float) -> LoadResult:
         """Open-loop traffic, from a process on the last core."""
         plan = open_loop(
-            "127.0.0.1", self._server.http_port, [self._request], constant_offsets(RATE_PER_S, seconds),
+            "127.0.0.1", self._server.http_port, [self._request], constant_offsets(self._rate_per_s, seconds),
             duration_s=seconds, connections=8,
         )  # fmt: skip
         return run_in_process(plan, core=max(os.sched_getaffinity(0)))
@@ -298,37 +297,59 @@ class Neighbour:
         return loading, took_s
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("factor", "floor_s", "loads", "seconds"),
-    [(4.0, 0.05, 4, 1.5), pytest.param(1.5, 0.0, 12, 5.0, marks=pytest.mark.slow)],
-    ids=["generous", "as promised"],
-)
-def test_loading_a_hundred_megabytes_beside_a_busy_small_model_moves_its_tail_little(
-    tmp_path: Path, factor: float, floor_s: float, loads: int, seconds: float
-) -> None:
-    """F1, X3: loading takes what the traffic leaves. The promise is 1.5 times the p99; the default run allows more,
-    because it shares its two cores with whatever else the machine does. What disturbs both halves proves nothing, so
-    there are three tries."""
+def serve_beside(tmp_path: Path, small: bytes) -> tuple[ServerProcess, Path, Path]:
+    """A server with one small model, its folder, and a large model to put there."""
     folder = tmp_path / "models"
-    models.save(folder / "small.onnx", models.logistic(columns=8))
+    models.save(folder / "small.onnx", small)
     large = models.large(tmp_path / "large.onnx", bytes_min=LARGE_BYTES)
-    figures = []
-    with ServerProcess(folder, tmp_path / "home", "--workers", "1", "--threads", "1") as server:
-        wait_until(lambda: Home(server.home).last_good_id() is not None)
-        neighbour = Neighbour(server, folder, large)
-        for attempt in range(3):
-            quiet = neighbour.drive(seconds)
-            loading, took_s = neighbour.drive_while_loading(seconds, loads, attempt)
-            before, during = quiet.latency_s(0.99), loading.latency_s(0.99)
-            figures.append(
-                f"p99 {before * 1e3:.2f} ms before, {during * 1e3:.2f} ms during ({during / before:.2f} times); "
-                f"p50 {quiet.latency_s(0.5) * 1e3:.2f} and {loading.latency_s(0.5) * 1e3:.2f} ms; "
-                f"{loads} loads took {took_s:.2f} s of {seconds:g} s; void: {loading.void_reason or 'no'}"
-            )
-            assert len(loading.outcomes) == len(loading.latencies_s), figures
-            if during <= max(factor * before, floor_s):
-                break
-        print(*figures, sep="\n")
+    return ServerProcess(folder, tmp_path / "home", "--workers", "1", "--threads", "1"), folder, large
 
-    assert during <= max(factor * before, floor_s), figures
+
+def compare(quiet: LoadResult, loading: LoadResult, took_s: float) -> str:
+    before, during = quiet.latency_s(0.99), loading.latency_s(0.99)
+    return (
+        f"p99 {before * 1e3:.2f} ms before, {during * 1e3:.2f} ms during ({during / before:.2f} times); "
+        f"p50 {quiet.latency_s(0.5) * 1e3:.2f} and {loading.latency_s(0.5) * 1e3:.2f} ms; loads took {took_s:.2f} s"
+    )
+
+
+@pytest.mark.timeout(240)
+def test_loading_a_hundred_megabytes_beside_a_small_model_stalls_nobody(tmp_path: Path) -> None:
+    """F1, X3: loading takes what the traffic leaves. This is about stalls, of 50 ms and more: the tail of a model that
+    takes 0.2 ms is the scheduler's tick of 4 ms as soon as both cores have work. There are three tries, because what
+    disturbs both halves proves nothing."""
+    server, folder, large = serve_beside(tmp_path, models.logistic(columns=8))
+    figures = []
+    with server:
+        wait_until(lambda: Home(server.home).last_good_id() is not None)
+        neighbour = Neighbour(server, folder, large, json_infer_body("x", np.zeros((1, 8), np.float32)), 150.0)
+        for attempt in range(3):
+            quiet = neighbour.drive(1.5)
+            loading, took_s = neighbour.drive_while_loading(1.5, 4, attempt)
+            figures.append(compare(quiet, loading, took_s))
+            assert len(loading.outcomes) == len(loading.latencies_s), figures
+            if loading.latency_s(0.99) <= max(4.0 * quiet.latency_s(0.99), 0.05):
+                break
+
+    assert loading.latency_s(0.99) <= max(4.0 * quiet.latency_s(0.99), 0.05), figures
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_loading_a_hundred_megabytes_moves_the_tail_of_a_busy_model_by_half_at_most(tmp_path: Path) -> None:
+    """F1, X3: a model of some 10 ms, busy most of the time, while twelve large ones are loaded within five seconds. The
+    median of seven pairs counts: a virtual machine stands still for hundreds of milliseconds now and then."""
+    server, folder, large = serve_beside(tmp_path, models.cnn(side=32, channels=(768, 768, 640, 512)))
+    ratios, figures = [], []
+    with server:
+        wait_until(lambda: Home(server.home).last_good_id() is not None)
+        image = json_infer_body("image", np.zeros((1, 3, 32, 32), np.float32))
+        neighbour = Neighbour(server, folder, large, image, 45.0)
+        for attempt in range(7):
+            quiet = neighbour.drive(5.0)
+            loading, took_s = neighbour.drive_while_loading(5.0, 12, attempt)
+            figures.append(compare(quiet, loading, took_s))
+            ratios.append(loading.latency_s(0.99) / quiet.latency_s(0.99))
+    print(*figures, sep="\n")
+
+    assert median(ratios) <= 1.5, figures

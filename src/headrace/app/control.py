@@ -33,6 +33,7 @@ from headrace import __version__
 from headrace.app.observe import cpu_seconds, read_reports, resident_bytes
 from headrace.app.sockets import listen
 from headrace.app.start import StartError, prepare_home, read_pid, read_settings
+from headrace.background import run_in_background
 from headrace.config import Settings
 from headrace.control_plane import publish
 from headrace.errors import ConfigError
@@ -245,9 +246,10 @@ class Control:
             await self._reload()
 
     async def _reload(self) -> None:
-        """Digests of large files take seconds, so it happens on a thread; what is served stays on any error."""
+        """Digests of large files take seconds of a core, so it happens beside the traffic; what is served stays on any
+        error."""
         try:
-            plan = await asyncio.to_thread(publish.reload, self._home)
+            plan = await run_in_background("headrace-reload", publish.reload, self._home)
         except ConfigError as error:
             log("error", "reload refused", problems=error.problems)
         except (publish.PublishError, OSError, ValueError) as error:

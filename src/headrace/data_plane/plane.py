@@ -8,7 +8,6 @@ last request that holds it has ended.
 import asyncio
 import fcntl
 import gc
-import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from headrace.background import step_back
 from headrace.clock import Clock
 from headrace.data_plane.batch import InlineExecutor, Lane, ThreadExecutor
 from headrace.data_plane.pipeline import Pipeline
@@ -27,9 +27,6 @@ from headrace.snapshot import EndpointSpec, Snapshot, VersionSpec
 from headrace.telemetry.logs import log, log_unexpected
 from headrace.telemetry.slots import SlotWriter
 from headrace.types import ReplicaState
-
-BACKGROUND_NICENESS: Final = 15
-"""Loading beside traffic gets what the traffic leaves, and a little more."""
 
 DRAIN_POLL_S: Final = 0.02
 
@@ -233,7 +230,7 @@ class Plane:
     def _step_back(self) -> None:
         # A runtime with several threads per run starts its pool here, and the pool would keep the low priority.
         if self._threads == 1:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
+            step_back()
 
     # ---------------------------------------------------------------- drain
 

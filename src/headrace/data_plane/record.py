@@ -7,6 +7,7 @@ import msgspec
 from headrace.data_plane.ticket import BASELINE_ARM, Ticket
 from headrace.errors import DeadlineError, InvalidInput
 from headrace.records import Record
+from headrace.telemetry.logs import log_unexpected
 from headrace.tensors import Array
 from headrace.types import Ending
 
@@ -78,11 +79,15 @@ def _payload(ticket: Ticket, rate: float) -> tuple[bytes | None, bytes | None]:
     request, replica = ticket.request, ticket.replica
     if request is None or not is_sampled(ticket.request_id, rate):
         return None, None
-    outputs = None
-    if ticket.outputs is not None and replica is not None:
-        names = (spec.name for spec in replica.signature.outputs)
-        outputs = pack_tensors(dict(zip(names, ticket.outputs.arrays(), strict=True)))
-    return pack_tensors(request.inputs), outputs
+    inputs = outputs = None
+    try:
+        inputs = pack_tensors(request.inputs)
+        if ticket.outputs is not None and replica is not None:
+            names = (spec.name for spec in replica.signature.outputs)
+            outputs = pack_tensors(dict(zip(names, ticket.outputs.arrays(), strict=True)))
+    except Exception as error:  # what cannot be written down costs the payload, never the ending
+        log_unexpected("record", error)
+    return inputs, outputs
 
 
 def is_sampled(request_id: str, rate: float) -> bool:
