@@ -88,7 +88,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     run_s_max: float = 60.0
     memory_bytes_max: int = 0
     records_bytes_max: int = 1024 * 1024 * 1024
-    records_flush_s: float = 0.05
+    records_flush_s: float = 0.01
 
 
 @dataclass(frozen=True, slots=True)

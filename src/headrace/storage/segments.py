@@ -31,6 +31,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
 
@@ -202,9 +203,10 @@ class SegmentWriter:
     def _put(self, records: Sequence[Record | Amendment], done: Callable[[bool], None] | None) -> bool:
         if self._is_closing:
             return False
-        payload_bytes = sum(
-            len(record.inputs or b"") + len(record.outputs or b"") for record in records if type(record) is Record
-        )
+        payload_bytes = 0
+        for record in records:
+            if type(record) is Record and record.inputs is not None:
+                payload_bytes += len(record.inputs) + len(record.outputs or b"")
         queued = self._records_in - self._records_out + len(records)
         queued_bytes = self._bytes_in - self._bytes_out + payload_bytes
         if queued > QUEUED_RECORDS_MAX or (queued_bytes > QUEUED_BYTES_MAX and payload_bytes):
@@ -309,14 +311,9 @@ class SegmentWriter:
         records = [record for parcel in parcels for record in parcel.records]
         try:
             for first in range(0, len(records), _ENCODE_CHUNK):
-                buffer = bytearray()
-                for record in records[first : first + _ENCODE_CHUNK]:
-                    kind = _RECORD if type(record) is Record else _AMENDMENT
-                    payload = self._payload(record)
-                    buffer += _FRAME.pack(len(payload), zlib.crc32(payload, _CRC_SEED[kind]), kind)
-                    buffer += payload
-                _write_all(segment.fd, buffer)
-                segment.good_bytes += len(buffer)
+                frames = self._frames(records[first : first + _ENCODE_CHUNK])
+                _write_all(segment.fd, frames)
+                segment.good_bytes += len(frames)
             if any(parcel.done is not None for parcel in parcels):
                 os.fdatasync(segment.fd)
         except BaseException:
@@ -326,6 +323,20 @@ class SegmentWriter:
                 os.ftruncate(segment.fd, start_bytes)
             self._finish_segment()
             raise
+
+    def _frames(self, records: Sequence[Record | Amendment]) -> bytes:
+        try:
+            payloads = [self._encode(record) for record in records]
+        except (UnicodeEncodeError, OverflowError, TypeError, ValueError):
+            payloads = [self._payload(record) for record in records]
+        if max(map(len, payloads)) > FRAME_BYTES_MAX:
+            payloads = [self._payload(record) for record in records]
+        kinds = [_RECORD if type(record) is Record else _AMENDMENT for record in records]
+        heads = [
+            _FRAME.pack(len(payload), zlib.crc32(payload, _CRC_SEED[kind]), kind)
+            for payload, kind in zip(payloads, kinds, strict=True)
+        ]
+        return b"".join(chain.from_iterable(zip(heads, payloads, strict=True)))
 
     def _payload(self, record: Record | Amendment) -> bytes:
         """Encode; a record that cannot be encoded as it is loses what stands in the way, never its envelope."""
