@@ -7,7 +7,7 @@ import pytest
 
 from headrace.drills.bench_load import Generator, Request, Sample, parse_wrk
 from headrace.drills.bench_peers import Task, ask, echo, numbers_in, read_peers, running
-from headrace.drills.bench_profile import STAGES, by_stage, stage_of, top_functions, total
+from headrace.drills.bench_profile import STAGES, by_stage, stage_of, top_functions, total, weigh
 from headrace.drills.bench_report import judge, summarise
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
@@ -43,7 +43,8 @@ def test_a_metric_is_summed_over_the_labels_that_were_left_open() -> None:
 
 def test_functions_are_ranked_by_the_samples_they_were_on_top_of() -> None:
     """D1: lines of one function are one function, and recursion counts once."""
-    top = top_functions("main (a.py:1);work (b.py:7) 3\nmain (a.py:2);work (b.py:9);work (b.py:9) 5\nmain (a.py:1) 2\n")
+    main = ["main (a.py:1)"]
+    top = top_functions([([*main, "work (b.py:7)"], 3), ([*main, "work (b.py:9)", "work (b.py:9)"], 5), (main, 2)])
 
     assert [each["function"] for each in top] == ["work (b.py)", "main (a.py)"]
     assert [each["self_share"] for each in top] == [0.8, 0.2]
@@ -53,14 +54,22 @@ def test_functions_are_ranked_by_the_samples_they_were_on_top_of() -> None:
 def test_samples_belong_to_the_innermost_stage_that_is_known() -> None:
     """D1: a library's frame belongs to whoever called it; the shares of all stages add up to one."""
     loop = "run (asyncio/runners.py:190)"
-    fold = "fold (headrace/telemetry/metrics.py:200);add (numpy/core.py:3)"
-    shares = by_stage(f"{loop} 5\n{loop};{fold} 3\n{loop};shout (somewhere/else.py:1) 2\n")
+    fold = ["fold (headrace/telemetry/metrics.py:200)", "add (numpy/core.py:3)"]
+    shares = by_stage([([loop], 5), ([loop, *fold], 3), ([loop, "shout (somewhere/else.py:1)"], 2)])
 
     assert stage_of("decode (headrace/data_plane/gateway/oip.py:100)") == "decode"
     assert stage_of("encode (headrace/data_plane/gateway/oip.py:200)") == "respond"
     assert shares["fold"] == 0.3
     assert set(shares) == set(STAGES)
     assert sum(shares.values()) == pytest.approx(1.0)
+
+
+def test_a_thread_that_waits_takes_no_share() -> None:
+    """D1: samples say how a thread's time was spent, its processor time says how much there was."""
+    busy = "thread (7): MainThread"
+    text = f"{busy};main (a.py:1) 30\n{busy};other (a.py:2) 10\nthread (9): idle;wait (b.py:1) 40\n"
+
+    assert [(["main (a.py:1)"], 3.0), (["other (a.py:2)"], 1.0), (["wait (b.py:1)"], 0.0)] == weigh(text, {"7": 4.0})
 
 
 def test_wrk_is_read_and_its_errors_are_no_answers() -> None:

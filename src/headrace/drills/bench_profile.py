@@ -2,15 +2,17 @@
 
 A sample belongs to the innermost frame that a rule knows; frames of libraries know none, so numpy inside a fold is the
 fold's. uvloop's own time (callbacks, epoll, reading sockets) shows as asyncio's `Runner.run`, which is no stage: a bare
-echo spends it too.
+echo spends it too. The samples of a thread are scaled to the processor time that it had, since a thread that waits for
+work is now and then taken for one that runs.
 """
 
+import os
 import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +20,7 @@ from typing import Any, Final
 from headrace.drills.bench_load import Generator, Request
 from headrace.testing.server import ServerProcess
 
-__all__ = ["FREE_STAGES", "RULES", "STAGES", "by_stage", "profile", "stage_of", "top_functions", "total"]
+__all__ = ["FREE_STAGES", "RULES", "STAGES", "by_stage", "profile", "stage_of", "top_functions", "total", "weigh"]
 
 STAGES: Final = (
     "loop", "parse", "route", "decode", "validate", "batch", "model", "respond", "write", "record", "fold", "other",
@@ -51,6 +53,7 @@ RULES: Final = (
 CONNECTIONS: Final = 16
 PROFILE_S: Final = 11.0
 ELAPSED_STAGES: Final = ("decode", "queue", "run", "respond")
+_THREAD: Final = re.compile(r"thread \((?P<id>\d+)\)")
 _FRAME: Final = re.compile(r"^(?P<function>.*) \((?P<file>.*):(?P<line>-?\d+)\)$")
 _SOURCE: Final = Path(__file__).resolve().parents[2]
 
@@ -99,46 +102,70 @@ def _line(file: str, number: int) -> str:
     return lines[number - 1] if 0 < number <= len(lines) else ""
 
 
-def by_stage(stacks: str) -> dict[str, float]:
-    """Share of the samples by stage; all of `STAGES`, adding up to 1.
+Stacks = Sequence[tuple[Sequence[str], float]]
+"""Frames from the outermost in, and the processor time that the samples stand for."""
+
+
+def weigh(text: str, cpu_s: Mapping[str, float]) -> Stacks:
+    """Read what py-spy wrote, and scale each thread's samples to the processor time that it had.
 
     Args:
-        stacks: Lines `outer;inner;… count`, as py-spy's format `raw` writes them.
+        text: Lines `thread (id): name;outer;inner;… count`, as `--threads --format raw` writes them.
+        cpu_s: Processor time by thread id, over the same time, seconds.
     """
-    counts: Counter[str] = Counter()
-    for line in stacks.splitlines():
+    counted: list[tuple[str, list[str], int]] = []
+    samples: Counter[str] = Counter()
+    for line in text.splitlines():
         stack, _, count = line.rpartition(" ")
-        stages = (stage_of(frame) for frame in reversed(stack.split(";")))
-        counts[next((stage for stage in stages if stage is not None), "other")] += int(count)
-    samples = counts.total() or 1
-    return {stage: counts[stage] / samples for stage in STAGES}
+        thread, *frames = stack.split(";")
+        found = _THREAD.match(thread)
+        if found is None or not frames:
+            continue  # a thread without a Python frame
+        counted.append((found["id"], frames, int(count)))
+        samples[found["id"]] += int(count)
+    return [(frames, count * cpu_s.get(thread, 0.0) / samples[thread]) for thread, frames, count in counted]
 
 
-def top_functions(stacks: str, limit: int = 15) -> list[dict[str, Any]]:
-    """Functions by the share of samples in which they were on top.
+def by_stage(stacks: Stacks) -> dict[str, float]:
+    """Share of the processor time by stage; all of `STAGES`, adding up to 1."""
+    spent_s: defaultdict[str, float] = defaultdict(float)
+    for frames, cpu_s in stacks:
+        stages = (stage_of(frame) for frame in reversed(frames))
+        spent_s[next((stage for stage in stages if stage is not None), "other")] += cpu_s
+    total_s = sum(spent_s.values()) or 1.0
+    return {stage: spent_s[stage] / total_s for stage in STAGES}
 
-    Args:
-        stacks: As for `by_stage`.
-        limit: Number of functions.
+
+def top_functions(stacks: Stacks, limit: int = 15) -> list[dict[str, Any]]:
+    """Functions by the share of processor time in which they were on top.
 
     Returns:
-        `function`, `self_share` (on top) and `total_share` (anywhere on the stack), 0 to 1.
+        At most `limit` times `function`, `self_share` (on top) and `total_share` (anywhere on the stack), 0 to 1.
     """
-    on_top: Counter[str] = Counter()
-    anywhere: Counter[str] = Counter()
-    for line in stacks.splitlines():
-        stack, _, count = line.rpartition(" ")
-        if not stack:
-            continue  # a thread without a Python frame
-        frames = [re.sub(r":-?\d+\)$", ")", frame) for frame in stack.split(";")]
-        on_top[frames[-1]] += int(count)
+    on_top: defaultdict[str, float] = defaultdict(float)
+    anywhere: defaultdict[str, float] = defaultdict(float)
+    for stack, cpu_s in stacks:
+        frames = [re.sub(r":-?\d+\)$", ")", frame) for frame in stack]
+        on_top[frames[-1]] += cpu_s
         for frame in set(frames):
-            anywhere[frame] += int(count)
-    samples = on_top.total() or 1
+            anywhere[frame] += cpu_s
+    total_s = sum(on_top.values()) or 1.0
     return [
-        {"function": frame, "self_share": count / samples, "total_share": anywhere[frame] / samples}
-        for frame, count in on_top.most_common(limit)
+        {"function": frame, "self_share": on_top[frame] / total_s, "total_share": anywhere[frame] / total_s}
+        for frame in sorted(on_top, key=on_top.__getitem__, reverse=True)[:limit]
     ]
+
+
+def _thread_cpu_s(pid: int) -> dict[str, float]:
+    """Processor time of every thread of a process, by thread id, seconds."""
+    found: dict[str, float] = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            fields = (task / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended meanwhile
+        found[task.name] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return found
 
 
 def profile(
@@ -188,8 +215,9 @@ def _sampled(
     # Samples are taken of threads that run or want to, whether or not they hold the interpreter lock.
     command = [
         str(program), "record", "--pid", str(server.worker_pids()[0]), "--duration", str(int(PROFILE_S) - 1),
-        "--rate", "200", "--format", "raw", "--output", str(output),
+        "--rate", "200", "--threads", "--format", "raw", "--output", str(output),
     ]  # fmt: skip
+    before_s = _thread_cpu_s(server.worker_pids()[0])
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         generator.measure(server.http_port, request, CONNECTIONS, PROFILE_S, core)
@@ -198,6 +226,8 @@ def _sampled(
         process.kill()
     if process.returncode != 0 or not output.exists():
         return {"note": f"py-spy could not sample: {told.strip().splitlines()[-1:]}"}
-    stacks = output.read_text()
-    samples = sum(int(line.rpartition(" ")[2]) for line in stacks.splitlines())
+    after_s = _thread_cpu_s(server.worker_pids()[0])
+    text = output.read_text()
+    stacks = weigh(text, {thread: spent_s - before_s.get(thread, 0.0) for thread, spent_s in after_s.items()})
+    samples = sum(int(line.rpartition(" ")[2]) for line in text.splitlines())
     return {"samples": samples, "cpu_by_stage": by_stage(stacks), "functions": top_functions(stacks)}
