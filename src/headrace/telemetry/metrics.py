@@ -327,7 +327,7 @@ def reference_page(metrics: Iterable[Metric] = CATALOGUE) -> str:
         )
     lines += ["", "Sources:", ""]
     lines += [
-        "* *records*: a fold over the records of ended requests, once per turn of the event loop.",
+        "* *records*: a fold over the records of ended requests, every 10 ms.",
         "* *ledger*: one row per endpoint and worker, consistent at every moment; what a killed worker held is failed.",
         "* *worker*: the worker's own state.",
         "* *reader*: worked out by the process that serves `/metrics`.",
