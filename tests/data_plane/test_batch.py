@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +12,9 @@ from headrace.clock import SystemClock
 from headrace.data_plane.batch import Batch, Lane, WaitingList
 from headrace.data_plane.batch_curve import CurveLearner
 from headrace.data_plane.batch_policy import Decision, PolicyFacts
-from headrace.data_plane.ticket import InferRequest, Ticket
+from headrace.data_plane.ticket import BatchOutputs, InferRequest, OutputRows, Ticket
 from headrace.errors import DeadlineUnreachable, HeadraceError, QueueFull
-from headrace.testing.rig import FunctionRuntime, RigCall
+from headrace.testing.rig import FunctionRuntime, Rig, RigCall
 from headrace.types import Ending
 
 
@@ -156,3 +157,25 @@ async def test_a_refusal_because_too_many_wait_is_not_blamed_on_the_deadline() -
 
     assert ("queue_full", 503) == (refusal.value.code, refusal.value.http_status)
     assert pytest.approx(bench.waiting.learner.curve.duration_s(3)) == refusal.value.retry_after_s
+
+
+async def test_requests_of_zero_rows_may_share_a_batch(tmp_path: Path) -> None:
+    """P3, X2: nothing is divided by the rows of a batch that has none."""
+    async with Rig(tmp_path, {"m": lambda rows: rows * 2}) as rig:
+        calls = [rig.start("m", np.zeros((0, 1)))[1] for _ in range(3)]
+        answers = await asyncio.gather(*(call.answer for call in calls))
+
+    assert [(0, 1)] * 3 == [answer.shape for answer in answers]
+
+
+def test_a_view_of_a_batch_is_its_rows_in_every_form() -> None:
+    """X6: array, and shape with flat elements, whatever the dimensions behind the rows."""
+    batch = BatchOutputs([np.arange(4), np.arange(12.0).reshape(4, 3), np.arange(8).reshape(4, 1, 2)], 4)
+    middle, none, whole = OutputRows(batch, 1, 2), OutputRows(batch, 2, 0), OutputRows(batch)
+
+    assert [((2,), [1, 2]), ((2, 3), [3.0, 4.0, 5.0, 6.0, 7.0, 8.0]), ((2, 1, 2), [2, 3, 4, 5])] == [
+        middle.leaves(index) for index in range(3)
+    ]
+    assert [((0,), []), ((0, 3), [])] == [none.leaves(index) for index in range(2)]
+    assert ((4, 3), batch.arrays[1].ravel().tolist()) == whole.leaves(1)
+    assert [[1, 2], [0, 1, 2, 3]] == [each.array(0).tolist() for each in (middle, whole)]
