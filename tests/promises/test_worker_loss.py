@@ -80,9 +80,11 @@ def test_only_requests_held_by_the_killed_worker_are_lost_and_each_is_counted(se
     seconds, the others are answered; failed{code=worker_lost} is the number of the former, and the books balance at
     every look."""
     victim, survivor = server.worker_pids()
-    callers = [server.caller(f"c{number}") for number in range(16)]
-    for caller in callers:
-        caller.send("m", (-1.5,))
+    callers = []
+    for number in range(16):
+        callers.append(server.caller(f"c{number}"))
+        callers[-1].send("m", (-1.5,))
+        time.sleep(0.01)  # both workers take some, even on a machine that does other things
     wait_until(lambda: server.metrics().get('headrace_in_flight{endpoint="m"}') == 16)
     held = held_by(server)
     with Scrapes(server) as scrapes:

@@ -168,7 +168,9 @@ class Plane:
     def _tell(self) -> None:
         # Readiness latches: a later failure shows in that model's own readiness, not in the worker's.
         # With nothing to serve a worker is not ready.
-        self.is_ready = self.is_ready or (bool(self.endpoints) and not self.not_ready())
+        if not self.is_ready and self.endpoints and not self.not_ready():
+            _tidy_memory()  # now, while nobody waits: afterwards it would hold up the first requests
+            self.is_ready = True
         self._changed()
 
     async def _load_in_background(self, spec: EndpointSpec, version: VersionSpec) -> Replica:
