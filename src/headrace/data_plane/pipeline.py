@@ -265,22 +265,24 @@ class Pipeline:
         is_true = written is not None and written.ending == ending
         records = [written] if written is not None and is_true else self._records(tickets, ending)
         by_ledger: dict[Ledger, int] = {}
-        for ticket, record in zip(tickets, records, strict=True):
-            assert ticket.ending is None, f"request {ticket.request_id} ended twice"
-            ticket.ending = ending
-            ledger = ticket.endpoint.ledger if ticket.endpoint is not None else self._unknown
-            by_ledger[ledger] = by_ledger.get(ledger, 0) + 1
-            replica = ticket.replica
-            if replica is not None:
-                replica.tickets_open -= 1
-                if ticket.pieces:
-                    replica.forget(ticket)
-            self._ended.append(record)
-            if written is None and not ticket.is_committing:
-                self._unwritten.append(record)
-        for ledger, count in by_ledger.items():
-            ledger.ended(ending, count)
-        self.admission.tickets_open -= len(tickets)
+        try:
+            for ticket, record in zip(tickets, records, strict=True):
+                assert ticket.ending is None, f"request {ticket.request_id} ended twice"
+                ticket.ending = ending
+                ledger = ticket.endpoint.ledger if ticket.endpoint is not None else self._unknown
+                by_ledger[ledger] = by_ledger.get(ledger, 0) + 1
+                replica = ticket.replica
+                if replica is not None:
+                    replica.tickets_open -= 1
+                    if ticket.pieces:
+                        replica.forget(ticket)
+                self._ended.append(record)
+                if written is None and not ticket.is_committing:
+                    self._unwritten.append(record)
+        finally:  # a defect met at one of them leaves the books of the others right
+            for ledger, count in by_ledger.items():
+                ledger.ended(ending, count)
+                self.admission.tickets_open -= count
         if not self._is_flush_due:
             self._flush_soon()
         self.admission.note_idle()

@@ -46,6 +46,9 @@ __all__ = ["available_cores", "main", "pinned_to", "summarise", "top_functions",
 CONNECTIONS: Final = (1, 16, 64)
 TREES: Final = 100
 SLO: Final = ("--slo", "p99=50ms")
+# Sixteen callers who ask again at once wait 16 runs of 10 ms on two cores, 80 ms: under the objective above Headrace
+# would refuse most of them, which is right, and no comparison.
+CNN_SLO: Final = ("--slo", "p99=500ms")
 # A CNN whose work is large and whose input is small, so that no server is measured on reading JSON: 3 × 32 × 32 values.
 CNN_SIDE: Final = 32
 CNN_CHANNELS: Final = (768, 768, 640, 512)
@@ -285,11 +288,13 @@ class Bench:
             best[connections] = [contender for _, contender in winners.values()]
         return tried, best
 
-    def side_by_side(self, task: Task, best: dict[int, list[Contender]], yardstick: Contender) -> dict[str, Any]:
+    def side_by_side(
+        self, task: Task, best: dict[int, list[Contender]], yardstick: Contender, objective: Sequence[str]
+    ) -> dict[str, Any]:
         """Every server in turn, started afresh for each measurement, with all cores."""
         groups: dict[str, Any] = {}
         for connections, peers in best.items():
-            contenders = [yardstick, headrace(*SLO, variant="defaults"), *peers]
+            contenders = [yardstick, headrace(*objective, variant="defaults"), *peers]
             samples: dict[str, list[Sample]] = {each.name: [] for each in contenders}
             for number in range(self.plan.repetitions):
                 turn = number % len(contenders)
@@ -329,8 +334,8 @@ class Bench:
         tried, best = self.try_forms(tabular, contenders, CONNECTIONS)
         tried_network, best_network = self.try_forms(network, contenders, (16,))
         servers = {
-            "tabular": self.side_by_side(tabular, best, yardstick),
-            "cnn": self.side_by_side(network, best_network, yardstick),
+            "tabular": self.side_by_side(tabular, best, yardstick, SLO),
+            "cnn": self.side_by_side(network, best_network, yardstick, CNN_SLO),
         }
         servers["cnn"]["16"].pop("echo")  # it runs no model
         results["starts"] += [self.starts(contender, tabular) for contender in best[16]]
