@@ -77,6 +77,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tls_key: str = ""
     header_bytes_max: int = 16 * 1024
     body_bytes_max: int = 64 * 1024 * 1024
+    bodies_bytes_max: int = 1024 * 1024 * 1024
     json_depth_max: int = 100
     connections_max: int = 4096
     pipelined_requests_max: int = 64
@@ -137,6 +138,14 @@ SETTINGS: Final[tuple[Setting, ...]] = (
     Setting("header_bytes_max", "bytes", 1024, 1 << 20, False, "Most bytes of request line and headers; more is 431."),
     Setting(
         "body_bytes_max", "bytes", 1024, 1 << 31, False, "Most bytes of a body, as sent and decompressed; more is 413."
+    ),
+    Setting(
+        "bodies_bytes_max",
+        "bytes",
+        1024,
+        1 << 40,
+        False,
+        "Most bytes of all bodies that a worker has received in part; more get 503.",
     ),
     Setting("json_depth_max", "levels", 4, 1000, False, "Deepest nesting of a JSON body; deeper is 400."),
     Setting("connections_max", "connections", 1, 1 << 20, False, "Most open connections per worker; more get 503."),

@@ -293,6 +293,12 @@ class TooManyConnections(CapacityError):
     code = "too_many_connections"
 
 
+class BodiesFull(CapacityError):
+    """The bodies that the worker is receiving take all the memory they may."""
+
+    code = "bodies_full"
+
+
 class DeadlineError(HeadraceError):
     """The deadline passed while the request was here.
 

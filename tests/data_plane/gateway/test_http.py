@@ -499,6 +499,26 @@ async def test_a_body_above_the_limit_is_413_before_it_is_read():
         assert_is_error(await client.ask(post(b"", b"content-length: 4097", length=False)), 413, "body_too_large")
 
 
+async def test_bodies_that_are_begun_and_never_ended_take_bounded_memory():
+    """However many connections begin one: the one too many is refused, and the others go on. F6"""
+    async with serving(body_bytes_max=4096, bodies_bytes_max=8192) as rig:
+        begun = [await rig.connect() for _ in range(3)]
+        for client in begun[:2]:
+            client.send(post(b"", b"content-length: 4000", length=False) + b"a" * 3000)
+        await until(lambda: rig.front.held_bodies.held_bytes == 6000)
+        begun[2].send(post(b"", b"content-length: 4000", length=False) + b"a" * 3000)
+
+        assert_is_error(await begun[2].receive(), 503, "bodies_full")
+        assert rig.front.held_bodies.held_bytes == 6000
+
+        begun[0].send(b"a" * 1000)
+        assert (await begun[0].receive()).status == 200
+        assert rig.front.held_bodies.held_bytes == 3000
+
+        await begun[1].close()
+        await until(lambda: rig.front.held_bodies.held_bytes == 0)
+
+
 async def test_a_chunked_body_above_the_limit_is_413():
     """Without a stated length the bytes are counted. S2"""
     async with serving(body_bytes_max=4096) as rig:

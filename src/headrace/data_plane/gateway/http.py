@@ -17,7 +17,7 @@ from headrace.clock import Clock
 from headrace.config import Settings
 from headrace.data_plane.gateway.http_connection import Connection
 from headrace.data_plane.gateway.http_exchange import Exchange
-from headrace.data_plane.gateway.http_reader import KnownHeads
+from headrace.data_plane.gateway.http_reader import HeldBodies, KnownHeads
 from headrace.data_plane.gateway.http_reply import StatusLines, error_reply
 from headrace.errors import ConfigError, HeadraceError, ServerError
 
@@ -78,6 +78,7 @@ class HttpFront:
         self.connections_changed: Callable[[], None] = lambda: None
         self.status_lines = StatusLines(clock.unix_s())
         self.known_heads = KnownHeads()
+        self.held_bodies = HeldBodies(settings.bodies_bytes_max)
         self._loop = loop
         self._connections: set[Connection] = set()
         self._refusing: set[Connection] = set()

@@ -84,7 +84,9 @@ class Connection(asyncio.Protocol):
         self.front = front
         self._parsed: deque[Exchange] = deque()
         self._pipeline: deque[Exchange] = deque()
-        self._reader = RequestReader(self, front.settings, front.clock, self._parsed, front.known_heads)
+        self._reader = RequestReader(
+            self, front.settings, front.clock, self._parsed, front.known_heads, front.held_bodies
+        )
         self._backlog: memoryview | None = None  # read, not yet fed
         self._bound = front.settings.pipelined_requests_max
         self._since_s = 0.0  # when the reader's stage began; when idle, when the last answer left

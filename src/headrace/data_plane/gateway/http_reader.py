@@ -20,6 +20,7 @@ from headrace.data_plane.gateway.http_compression import OFFERED, WINDOW_BITS
 from headrace.data_plane.gateway.http_exchange import CLOSES, KEEPS, KEEPS_10, Exchange
 from headrace.errors import (
     BadRequest,
+    BodiesFull,
     BodyTooLarge,
     ExpectationFailed,
     HeaderTooLarge,
@@ -31,7 +32,7 @@ from headrace.errors import (
 if TYPE_CHECKING:
     from headrace.data_plane.gateway.http_connection import Connection
 
-__all__ = ["BODY", "HEAD", "IDLE", "KnownHeads", "RequestReader"]
+__all__ = ["BODY", "HEAD", "IDLE", "HeldBodies", "KnownHeads", "RequestReader"]
 
 _METHODS: Final = {
     name.encode(): name for name in ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE")
@@ -61,6 +62,19 @@ _NOT_KEPT: Final = (
 )
 _KNOWN_HEADS_MAX: Final = 1024
 _KNOWN_HEAD_BYTES_MAX: Final = 2048
+
+
+class HeldBodies:
+    """Bytes of bodies that have come in part, over all connections of the front.
+
+    Each body has its limit, but a caller may begin one on every connection and never end it.
+    """
+
+    __slots__ = ("bytes_max", "held_bytes")
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.held_bytes = 0
 
 
 class KnownHeads(dict[bytes, tuple[str, bytes, dict[bytes, bytes], int]]):
@@ -96,6 +110,7 @@ class RequestReader:
         clock: Times the end of each message.
         completed: Takes every complete request.
         known_heads: Of all connections of the front.
+        held_bodies: Of all connections of the front.
 
     Attributes:
         stage: `IDLE` between requests, `HEAD` or `BODY` inside one.
@@ -117,6 +132,8 @@ class RequestReader:
         "_connection",
         "_header_bytes_max",
         "_headers",
+        "_held_bodies",
+        "_held_bytes",
         "_is_chunked",
         "_is_plain",
         "_is_short",
@@ -144,9 +161,12 @@ class RequestReader:
         clock: Clock,
         completed: deque[Exchange],
         known_heads: KnownHeads,
+        held_bodies: HeldBodies,
     ) -> None:
         self._connection: Connection | None = connection
         self._known_heads = known_heads
+        self._held_bodies = held_bodies
+        self._held_bytes = 0  # our part of them
         self._header_bytes_max = settings.header_bytes_max
         self._body_bytes_max = settings.body_bytes_max
         self._now_s = clock.now_s
@@ -173,9 +193,15 @@ class RequestReader:
         """Let go of everything; parser, reader and connection hold one another."""
         self.stage = IDLE
         self.is_continue_due = False
-        self._body = b""
+        self._let_go_of_body()
         self._connection = None
         self._parser = None
+
+    def _let_go_of_body(self) -> None:
+        self._body = b""
+        if self._held_bytes:
+            self._held_bodies.held_bytes -= self._held_bytes
+            self._held_bytes = 0
 
     def read_known(self, data: bytes) -> Exchange | None:
         """The request that a read consists of, if its head is known; None for anything else, which `feed` has to read.
@@ -360,6 +386,12 @@ class RequestReader:
         if self._body_bytes > self._body_bytes_max:
             limit = self._body_bytes_max
             self._stop(BodyTooLarge(f"the body has more than {limit} bytes; at most {limit} are accepted"))
+        held = self._held_bodies
+        self._held_bytes += length
+        held.held_bytes += length
+        if held.held_bytes > held.bytes_max:
+            text = f"the bodies that are being received here take more than {held.bytes_max} bytes"
+            self._stop(BodiesFull(text, retry_after_s=1.0))
         # One piece is kept as it is; more are gathered in one buffer, because a list of one-byte chunks would take
         # forty times what was sent.
         body = self._body
@@ -392,7 +424,7 @@ class RequestReader:
                 self._coding if body else None,
             )
         )
-        self._body = b""  # the exchange has it; while the connection is silent nothing is held
+        self._let_go_of_body()  # the exchange has it; while the connection is silent nothing is held
         if self._persistence > KEEPS_10:
             self.is_done = True
 
