@@ -175,7 +175,10 @@ class ServerProcess:
         """Process ids of the workers that live and are ready, by number, from their reports."""
         pids = {}
         for path in self.home.glob("run/worker-*.json"):
-            report = json.loads(path.read_bytes())
+            try:
+                report = json.loads(path.read_bytes())
+            except FileNotFoundError:
+                continue  # the supervisor takes the report of a dead worker away
             if report["state"] == "ready" and is_running(report["pid"]):
                 pids[report["number"]] = report["pid"]
         return [pids[number] for number in sorted(pids)]
