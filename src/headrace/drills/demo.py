@@ -327,7 +327,7 @@ class Demo:
         samples = _settled_metrics(server)
         if self._stays:
             say("\n[bold]6  Account for every request[/]")
-            time.sleep(0.5)  # records are on disk 50 ms after the answer
+            time.sleep(0.5)  # records are on disk 20 ms after the answer
         else:
             say("\n[bold]6  Stop it (SIGTERM) and account for every request[/]")
             server.stop(signal.SIGTERM)
